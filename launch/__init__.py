@@ -1,0 +1,1 @@
+"""Command line, process set-up, files and reports."""
