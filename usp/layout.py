@@ -73,7 +73,7 @@ def choose_mesh(
         cfg_size = max(1, world // ulysses_size)
         if cfg_size not in CFG_SIZES:
             raise UserError(
-                f"ulysses_size {ulysses_size} in a world of {world} leaves a cfg_size of {cfg_size}, which is at most 2; "
+                f"ulysses_size {ulysses_size} in a world of {world} leaves a cfg_size of {cfg_size}, over 2; "
                 f"start {ulysses_size} or {2 * ulysses_size} ranks, or leave ulysses_size out"
             )
     shape = MeshShape(cfg_size, ulysses_size or max(1, world // cfg_size))

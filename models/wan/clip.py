@@ -46,7 +46,9 @@ class Clip:
         """Raise UserError if an axis of the token grid is longer than the model's rotary table."""
         for name, length in zip(("frames", "height", "width"), self.token_grid, strict=True):
             if length > limit:
-                raise UserError(f"{name}: {length} token positions, but this model knows {limit}; make the clip smaller")
+                raise UserError(
+                    f"{name}: {length} token positions, but this model knows {limit}; make the clip smaller"
+                )
 
 
 def _check_frames(frames: int) -> None:

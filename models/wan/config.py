@@ -106,7 +106,9 @@ class TransformerConfig:
                 "an image-conditioned transformer; only text-to-video is supported"
             )
         if config.head_dim % 2 or config.head_dim < 6:
-            raise CheckpointError(f"{source}: head_dim {config.head_dim}; rotary embedding needs an even size of at least 6")
+            raise CheckpointError(
+                f"{source}: head_dim {config.head_dim}; rotary embedding needs an even size of at least 6"
+            )
         return config
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

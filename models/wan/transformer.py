@@ -1,0 +1,220 @@
+"""The Wan text-to-video transformer, over tokens: [B, S, patch_dim] in, [B, S, out_patch_dim] out.
+
+Everything except self-attention is local to a token, so the model takes the tokens it is given (a whole clip or a
+rank's share) and a `self_attention` callable that knows whom to ask for the rest. Parameter names are those of the
+Diffusers checkpoints; arithmetic and rounding follow the reference, `diffusers.WanTransformer3DModel`: norms,
+modulation and residual sums in fp32, everything else in the dtype of the weights.
+
+Shapes: B batch, S tokens, L text positions, H heads, D head dim, C = H * D model width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from usp.attention import Attention, sdpa
+from usp.models.wan.config import PATCH_SIZE, TransformerConfig
+from usp.models.wan.rope import RopeTable, apply_rope
+
+
+class TextKV(NamedTuple):
+    """Keys and values of the text for one block, [B, L, H, D] each: the same at every step."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class WanTransformer(nn.Module):
+    """One expert. Build it under `torch.device("meta")` and load weights, or in place for tests."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embedding = PatchEmbedding(config.in_channels, config.dim)
+        self.condition_embedder = ConditionEmbedder(config)
+        self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
+        self.norm_out = FP32LayerNorm(config.dim, eps=config.eps, elementwise_affine=False)
+        self.proj_out = nn.Linear(config.dim, config.out_patch_dim)
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 2, config.dim))
+
+    def project_text(self, text_blc: torch.Tensor) -> list[TextKV]:
+        """Encoder states [B, L, text_dim] -> keys and values of every block. Once per prompt and expert."""
+        context = self.condition_embedder.text_embedder(text_blc)
+        return [block.attn2.project_text(context) for block in self._blocks()]
+
+    def forward(
+        self,
+        tokens_bsp: torch.Tensor,
+        *,
+        timestep: torch.Tensor,
+        text: list[TextKV],
+        rope: RopeTable,
+        self_attention: Attention,
+    ) -> torch.Tensor:
+        """Predict for [B, S, patch_dim] tokens at `timestep` [B]; `rope` has S rows. Returns [B, S, out_patch_dim]."""
+        x = self.patch_embedding(tokens_bsp)
+        time, modulation = self.condition_embedder(timestep, dtype=x.dtype)
+        for block, text_kv in zip(self._blocks(), text, strict=True):
+            x = block(x, modulation=modulation, text_kv=text_kv, rope=rope, self_attention=self_attention)
+        shift, scale = (self.scale_shift_table + time[:, None]).chunk(2, dim=1)
+        return self.proj_out(modulate(self.norm_out(x.float()), shift, scale).type_as(x))
+
+    def _blocks(self) -> list["WanBlock"]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+
+class WanBlock(nn.Module):
+    """Self-attention, cross-attention to the text, feed-forward; each around a residual stream [B, S, C]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        dim, eps = config.dim, config.eps
+        self.norm1 = FP32LayerNorm(dim, eps=eps, elementwise_affine=False)
+        self.attn1 = SelfAttention(config)
+        self.norm2 = FP32LayerNorm(dim, eps=eps) if config.cross_attn_norm else nn.Identity()
+        self.attn2 = CrossAttention(config)
+        self.norm3 = FP32LayerNorm(dim, eps=eps, elementwise_affine=False)
+        self.ffn = FeedForward(dim, config.ffn_dim)
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
+
+    def forward(
+        self, x: torch.Tensor, *, modulation: torch.Tensor, text_kv: TextKV, rope: RopeTable, self_attention: Attention
+    ) -> torch.Tensor:
+        shift1, scale1, gate1, shift3, scale3, gate3 = (self.scale_shift_table + modulation.float()).chunk(6, dim=1)
+        h = modulate(self.norm1(x.float()), shift1, scale1).type_as(x)
+        x = (x.float() + self.attn1(h, rope=rope, attention=self_attention) * gate1).type_as(x)
+        h = self.norm2(x.float()).type_as(x)
+        x = x + self.attn2(h, text_kv)
+        h = modulate(self.norm3(x.float()), shift3, scale3).type_as(x)
+        return (x.float() + self.ffn(h).float() * gate3).type_as(x)
+
+
+class WanAttention(nn.Module):
+    """The projections and norms that both attentions have. q and k are normed over all heads together."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        self.head_dim = config.head_dim
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        self.norm_q = nn.RMSNorm(dim, eps=config.eps)
+        self.norm_k = nn.RMSNorm(dim, eps=config.eps)
+
+    def split_heads(self, x_bsc: torch.Tensor) -> torch.Tensor:
+        return x_bsc.unflatten(-1, (-1, self.head_dim))  # [B, S, C] -> [B, S, H, D]
+
+    def project_out(self, x_bshd: torch.Tensor) -> torch.Tensor:
+        return self.to_out[0](x_bshd.flatten(2))
+
+
+class SelfAttention(WanAttention):
+    def forward(self, x: torch.Tensor, *, rope: RopeTable, attention: Attention) -> torch.Tensor:
+        q = apply_rope(self.split_heads(self.norm_q(self.to_q(x))), rope)
+        k = apply_rope(self.split_heads(self.norm_k(self.to_k(x))), rope)
+        v = self.split_heads(self.to_v(x))
+        return self.project_out(attention(q, k, v))
+
+
+class CrossAttention(WanAttention):
+    """Own tokens against the whole text, which every rank holds: nothing is exchanged."""
+
+    def project_text(self, context_blc: torch.Tensor) -> TextKV:
+        k = self.split_heads(self.norm_k(self.to_k(context_blc)))
+        return TextKV(k, self.split_heads(self.to_v(context_blc)))
+
+    def forward(self, x: torch.Tensor, text_kv: TextKV) -> torch.Tensor:
+        q = self.split_heads(self.norm_q(self.to_q(x)))
+        return self.project_out(sdpa(q, text_kv.k, text_kv.v))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        up = nn.Module()
+        up.proj = nn.Linear(dim, ffn_dim)
+        self.net = nn.ModuleList([up, nn.Identity(), nn.Linear(ffn_dim, dim)])  # the names of the checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[2](F.gelu(self.net[0].proj(x), approximate="tanh"))  # type: ignore[operator]
+
+
+class PatchEmbedding(nn.Module):
+    """The checkpoint's Conv3d of stride = kernel, applied to tokens: one linear layer over a flattened patch."""
+
+    def __init__(self, in_channels: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, in_channels, *PATCH_SIZE))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, tokens_bsp: torch.Tensor) -> torch.Tensor:
+        return F.linear(tokens_bsp, self.weight.flatten(1), self.bias)
+
+
+class ConditionEmbedder(nn.Module):
+    """The step, as one vector and as the six modulation vectors of a block; the text, at model width."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.freq_dim = config.freq_dim
+        self.time_embedder = TwoLinear(config.freq_dim, config.dim, activation="silu")
+        self.time_proj = nn.Linear(config.dim, 6 * config.dim)
+        self.text_embedder = TwoLinear(config.text_dim, config.dim, activation="gelu_tanh")
+
+    def forward(self, timestep: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B] -> ([B, C], [B, 6, C])"""
+        waves = timestep_waves(timestep, self.freq_dim).to(self.time_embedder.linear_1.weight.dtype)
+        time = self.time_embedder(waves).to(dtype)
+        return time, self.time_proj(F.silu(time)).unflatten(1, (6, -1))
+
+
+class TwoLinear(nn.Module):
+    def __init__(self, in_dim: int, dim: int, *, activation: str) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(in_dim, dim), nn.Linear(dim, dim)
+        self.activation = nn.SiLU() if activation == "silu" else nn.GELU(approximate="tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(self.activation(self.linear_1(x)))
+
+
+class FP32LayerNorm(nn.LayerNorm):
+    """LayerNorm that computes in fp32. Its caller passes fp32 and rounds afterwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * (1 + scale) + shift
+
+
+def timestep_waves(timestep: torch.Tensor, freq_dim: int) -> torch.Tensor:
+    """[B] -> [B, freq_dim]: cosines, then sines, of geometrically spaced frequencies, fp32."""
+    half = freq_dim // 2
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=timestep.device) / half
+    angles = timestep[:, None].float() * torch.exp(exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def patchify(latent_bcfhw: torch.Tensor) -> torch.Tensor:
+    """[B, C, F, H, W] -> [B, S, C * 1 * 2 * 2], tokens in (frame, row, column) order."""
+    batch, channels, frames, height, width = latent_bcfhw.shape
+    pt, ph, pw = PATCH_SIZE
+    cut = latent_bcfhw.reshape(batch, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
+    # [B, C, F, pt, H, ph, W, pw] -> [B, F, H, W, C, pt, ph, pw] -> [B, S, C * pt * ph * pw]
+    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+
+def unpatchify(tokens_bsp: torch.Tensor, *, token_grid: tuple[int, int, int]) -> torch.Tensor:
+    """[B, S, 1 * 2 * 2 * C] -> [B, C, F, H, W]. The final projection puts channels last, unlike the embedding."""
+    pt, ph, pw = PATCH_SIZE
+    frames, height, width = token_grid
+    # [B, S, pt * ph * pw * C] -> [B, F, H, W, pt, ph, pw, C] -> [B, C, F, pt, H, ph, W, pw]
+    cut = tokens_bsp.unflatten(1, token_grid).unflatten(-1, (pt, ph, pw, -1)).permute(0, 7, 1, 4, 2, 5, 3, 6)
+    return cut.reshape(tokens_bsp.shape[0], -1, frames * pt, height * ph, width * pw)

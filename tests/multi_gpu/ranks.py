@@ -1,0 +1,102 @@
+"""Spawned ranks that stay: one group of processes per world size, reused by every test that asks for it.
+
+A test body is a module-level function `body(rank_env, *args)`; `Ranks.run` calls it on every rank and returns their
+results in rank order. A body that raises, dies or outlives its limit fails the test and takes its group down.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    rank: int
+    world: int
+    device: str  # "cpu", or "cuda": the ranks then share the GPUs there are
+
+
+class RankError(AssertionError):
+    """A rank failed; the message is its traceback."""
+
+
+class Ranks:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.broken = False
+        context = mp.get_context("spawn")
+        port = _free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, body: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
+        """Call `body(env, *args)` on every rank; results in rank order."""
+        for pipe in self.pipes:
+            pipe.send((body, args))
+        deadline = time.monotonic() + limit_s
+        answers = [self._answer(rank, deadline) for rank in range(self.world)]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.close()
+            raise RankError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        self.broken = True
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+            assert not process.is_alive()
+
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        pipe, process = self.pipes[rank], self.processes[rank]
+        while time.monotonic() < deadline:
+            if pipe.poll(0.05):
+                try:
+                    return pipe.recv()
+                except EOFError:
+                    break
+            if not process.is_alive():
+                break
+        return False, f"no answer; alive: {process.is_alive()}, exit code: {process.exitcode}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    env = RankEnv(rank, world, "cuda" if torch.cuda.is_available() else "cpu")
+    while True:
+        try:
+            body, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, body(env, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

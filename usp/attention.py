@@ -1,0 +1,21 @@
+"""Attention over whole sequences: [B, S, H, D] queries against [B, L, H, D] keys and values, unmasked.
+
+One function per backend, all with this signature. Used for self-attention after the exchange and for cross-attention.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Attention(Protocol):
+    def __call__(self, q_bshd: torch.Tensor, k_blhd: torch.Tensor, v_blhd: torch.Tensor) -> torch.Tensor:
+        """Softmax attention scaled by 1/sqrt(D). Returns [B, S, H, D]."""
+        ...
+
+
+def sdpa(q_bshd: torch.Tensor, k_blhd: torch.Tensor, v_blhd: torch.Tensor) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`; torch picks the kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bshd, k_blhd, v_blhd))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)

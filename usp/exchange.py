@@ -1,0 +1,61 @@
+"""The Ulysses exchange as plain collectives: my tokens, all heads <-> all tokens, my heads.
+
+Three all-to-alls out and one back per attention call, nothing overlapped: the reference that every faster exchange must
+equal bit for bit, and the transport for groups that span hosts. Used through `usp.ulysses`.
+
+Shapes: B batch, S tokens of the clip, S_r tokens of rank r, H heads, H_r heads of rank r, D head dim, P ranks.
+"""
+
+import torch
+
+from usp.collectives import all_gather, all_to_all
+from usp.layout import split_counts
+from usp.mesh import Axis
+
+
+class CollectiveExchange:
+    """Swaps tokens for heads over one mesh axis. Tokens and heads may split unevenly; a rank may hold no token."""
+
+    def __init__(self, num_tokens: int, *, axis: Axis) -> None:
+        self.axis = axis
+        self.token_counts = split_counts(num_tokens, axis.size)
+
+    def scatter_heads(self, x_bshd: torch.Tensor) -> torch.Tensor:
+        """[B, S_r, H, D] -> [B, S, H_r, D]. Any dtype and strides. Collective over the axis."""
+        batch, num_own, num_heads, head_dim = x_bshd.shape
+        self._check_tokens(num_own)
+        head_counts = split_counts(num_heads, self.axis.size)
+        num_local_heads = head_counts[self.axis.index]
+        shapes = [(batch, count, num_local_heads, head_dim) for count in self.token_counts]
+        received = all_to_all(x_bshd.split(head_counts, dim=2), shapes=shapes, axis=self.axis)
+        return _join(received, dim=1)
+
+    def gather_heads(self, x_bshd: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+        """[B, S, H_r, D] -> [B, S_r, H, D], the inverse of `scatter_heads`. Collective over the axis."""
+        batch, num_tokens, num_local_heads, head_dim = x_bshd.shape
+        head_counts = split_counts(num_heads, self.axis.size)
+        if num_tokens != sum(self.token_counts) or num_local_heads != head_counts[self.axis.index]:
+            raise ValueError(
+                f"got {num_tokens} tokens and {num_local_heads} heads; rank {self.axis.index} of {self.axis.size} "
+                f"holds {sum(self.token_counts)} tokens and {head_counts[self.axis.index]} of {num_heads} heads here"
+            )
+        num_own = self.token_counts[self.axis.index]
+        shapes = [(batch, num_own, count, head_dim) for count in head_counts]
+        received = all_to_all(x_bshd.split(self.token_counts, dim=1), shapes=shapes, axis=self.axis)
+        return _join(received, dim=2)
+
+    def gather_tokens(self, x_bsc: torch.Tensor) -> torch.Tensor:
+        """[B, S_r, C] -> [B, S, C] on every rank. Collective over the axis."""
+        batch, num_own, channels = x_bsc.shape
+        self._check_tokens(num_own)
+        shapes = [(batch, count, channels) for count in self.token_counts]
+        return _join(all_gather(x_bsc, shapes=shapes, axis=self.axis), dim=1)
+
+    def _check_tokens(self, num_own: int) -> None:
+        expected = self.token_counts[self.axis.index]
+        if num_own != expected:
+            raise ValueError(f"got {num_own} tokens; rank {self.axis.index} of {self.axis.size} holds {expected}")
+
+
+def _join(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)  # one rank alone copies nothing
