@@ -291,9 +291,9 @@ def test_flags_that_do_something_else_here_say_so_in_one_line(flag):
 def test_device_dtype_and_exchange_follow_from_the_host(monkeypatch):
     monkeypatch.setattr(request_module, "why_no_cuda", lambda _environ: None)
     made = request()
-    assert (made.device, made.dtype, made.exchange) == ("cuda", "bf16", "nccl")
+    assert (made.device, made.dtype, made.exchange) == ("cuda", "bf16", "auto")
     made = request("--device", "cpu")
-    assert (made.device, made.dtype, made.exchange) == ("cpu", "fp32", "gloo")
+    assert (made.device, made.dtype, made.exchange) == ("cpu", "fp32", "auto")
     made = request("--dtype", "fp16", "--exchange", "gloo")
     assert (made.device, made.dtype, made.exchange) == ("cuda", "fp16", "gloo")
 
