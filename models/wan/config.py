@@ -14,6 +14,8 @@ TEXT_LEN = 512  # text positions that the model attends to, always
 PATCH_SIZE = (1, 2, 2)  # frames, rows, columns of one token in the latent
 KEPT_IN_FP32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # as the reference keeps them
 
+_KINDS = {"eps": (float, "a positive number"), "cross_attn_norm": (bool, "true or false")}
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -76,6 +78,9 @@ class TransformerConfig:
             raise CheckpointError(f"{source}: model_type {config['model_type']!r}; only 't2v' is supported")
         default = cls()
         dim, num_heads = config.get("dim", default.dim), config.get("num_heads", default.num_heads)
+        for name, value in (("dim", dim), ("num_heads", num_heads)):
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{source}: {name} is {value!r}; expected a positive whole number")
         if dim % num_heads:
             raise CheckpointError(f"{source}: dim {dim} is no multiple of num_heads {num_heads}")
         return cls._checked(
@@ -95,10 +100,10 @@ class TransformerConfig:
     @classmethod
     def _checked(cls, source: str, **fields: Any) -> "TransformerConfig":
         for name, value in fields.items():
-            if name in ("eps", "cross_attn_norm"):
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{source}: {name} is {value!r}; expected a positive integer")
+            kind, wanted = _KINDS.get(name, (int, "a positive whole number"))
+            is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not is_kind or (kind is not bool and value <= 0):
+                raise CheckpointError(f"{source}: {name} is {value!r}; expected {wanted}")
         config = cls(**fields)
         if config.in_channels != config.out_channels:
             raise CheckpointError(

@@ -70,7 +70,7 @@ def _largest(difference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("heads", [4, 6])
-@pytest.mark.parametrize("cfg, ulysses", MESHES)
+@pytest.mark.parametrize(("cfg", "ulysses"), MESHES)
 def test_one_forward_equals_the_reference_on_every_mesh(ranks, cfg: int, ulysses: int, heads: int) -> None:
     for tokens, clip in CLIPS.items():
         latent = torch.randn(1, 16, *clip.latent_size)
@@ -89,7 +89,7 @@ def test_one_forward_equals_the_reference_on_every_mesh(ranks, cfg: int, ulysses
 
 
 @pytest.mark.parametrize("heads", [4, 6])
-@pytest.mark.parametrize("cfg, ulysses", MESHES)
+@pytest.mark.parametrize(("cfg", "ulysses"), MESHES)
 def test_a_whole_sampling_equals_the_reference_on_every_mesh(ranks, cfg: int, ulysses: int, heads: int) -> None:
     cases = [_case(heads, tokens, steps) for tokens in CLIPS for steps in (4, 12)]
     alone = ranks(1).run(run_sampling, MeshShape(1, 1), cases)[0]

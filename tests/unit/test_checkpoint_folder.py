@@ -59,7 +59,6 @@ REFUSED = {
         "WanImageToVideoPipeline",
     ),
     "TI2V-5B": ("model_index.json", {"expand_timesteps": True}, "TI2V-5B"),
-    "no boundary": ("model_index.json", {"boundary_ratio": None}, "boundary_ratio is None"),
     "a boundary in timesteps": ("model_index.json", {"boundary_ratio": 875}, "boundary_ratio is 875"),
     "a boundary in words": ("model_index.json", {"boundary_ratio": "0.875"}, "boundary_ratio is '0.875'"),
     "a boundary for one expert": ("model_index.json", {"transformer_2": [None, None]}, "no transformer_2"),

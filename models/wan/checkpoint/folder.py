@@ -52,7 +52,7 @@ ORIGINAL_TOKENIZER = "google/umt5-xxl"
 class Checkpoint:
     """All files of one checkpoint. With one expert, `high` is it and `low` is None.
 
-    `boundary_ratio` is None for one expert and in the original layout, where the task decides.
+    `boundary_ratio` is None for one expert, and where the files have none: the task decides then.
     `scheduler` and `defaults` are the JSON files' settings, {} where there is none.
     """
 
@@ -156,10 +156,11 @@ def _has_second_expert(index: Mapping[str, Any]) -> bool:
 
 
 def _boundary_ratio(file: Path, index: Mapping[str, Any]) -> float | None:
-    ratio, is_pair = index.get("boundary_ratio"), _has_second_expert(index)
-    if ratio is None and not is_pair:
+    """None where the file has none: the task decides then, if there are two experts."""
+    ratio = index.get("boundary_ratio")
+    if ratio is None:
         return None
-    if not is_pair:
+    if not _has_second_expert(index):
         raise CheckpointError(f"{file}: boundary_ratio is {ratio!r}, but there is no transformer_2 to change to")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
         raise CheckpointError(f"{file}: boundary_ratio is {ratio!r}; two experts need a number between 0 and 1")

@@ -1,0 +1,107 @@
+"""The transformer's parts against the reference model, and its shapes for every legal clip (D08, D16)."""
+
+import pytest
+import torch
+
+from tests.tiny import reference_transformer, tiny_checkpoint
+from usp.attention import sdpa
+from usp.models.wan.checkpoint.folder import open_checkpoint
+from usp.models.wan.checkpoint.loader import load_transformer
+from usp.models.wan.clip import Clip
+from usp.models.wan.config import TransformerConfig
+from usp.models.wan.rope import rope_table
+from usp.models.wan.transformer import WanTransformer, patchify, unpatchify
+
+CPU = torch.device("cpu")
+
+
+def _predict(model: WanTransformer, clip: Clip, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor):
+    rope = rope_table(clip.token_grid, model.config.head_dim)
+    with torch.inference_mode():
+        tokens = patchify(latent)
+        kv = model.project_text(text)
+        out = model(tokens, timestep=timestep, text=kv, rope=rope, self_attention=sdpa)
+        return unpatchify(out, token_grid=clip.token_grid)
+
+
+def test_parameter_names_and_shapes_are_the_configs() -> None:
+    config = TransformerConfig(num_layers=2, num_heads=3, head_dim=10, ffn_dim=17, text_dim=8, cross_attn_norm=False)
+    with torch.device("meta"):
+        model = WanTransformer(config)
+    assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == config.parameter_shapes()
+
+
+def test_a_real_size_expert_has_14_29_billion_parameters() -> None:
+    with torch.device("meta"):
+        model = WanTransformer(TransformerConfig())
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == 14.29
+
+
+@pytest.mark.parametrize("frames", [1, 5, 9, 17, 33, 81, 85])
+def test_every_shape_follows_from_the_frames(frames: int) -> None:
+    """D08."""
+    clip = Clip(frames, 16, 32)
+    latent = torch.randn(1, 16, *clip.latent_size)
+    table = rope_table(clip.token_grid, 12)
+    assert latent.shape[2] == (frames - 1) // 4 + 1
+    assert patchify(latent).shape == (1, clip.num_tokens, 64) and table.cos.shape == (clip.num_tokens, 6)
+    model = load_transformer(open_checkpoint(tiny_checkpoint()).high, device=CPU, dtype=torch.float32)
+    assert _predict(model, clip, latent, torch.tensor([500]), torch.randn(1, 7, 32)).shape == latent.shape
+
+
+def test_batches_of_two_equal_two_batches_of_one_in_the_reference() -> None:
+    """Each sample its own timestep and text (D02)."""
+    folder, clip = tiny_checkpoint(), Clip(5, 48, 80)
+    model = load_transformer(open_checkpoint(folder).high, device=CPU, dtype=torch.float32)
+    reference = reference_transformer(folder / "transformer")
+    latent, text, timestep = torch.randn(2, 16, *clip.latent_size), torch.randn(2, 17, 32), torch.tensor([3, 977])
+    found = _predict(model, clip, latent, timestep, text)
+    for i in range(2):
+        with torch.no_grad():
+            expected = reference(latent[i : i + 1], timestep[i : i + 1], text[i : i + 1], return_dict=False)[0]
+        assert (found[i] - expected[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_the_error_is_that_of_the_reference(dtype: torch.dtype) -> None:
+    """D16: at most twice what the reference model in the same dtype loses against itself in fp64."""
+    folder, clip = tiny_checkpoint(), Clip(9, 48, 80)
+    model = load_transformer(open_checkpoint(folder).high, device=CPU, dtype=dtype)
+    exact, rounded = (reference_transformer(folder / "transformer") for _ in range(2))
+    exact.double()
+    for name, parameter in rounded.named_parameters():
+        keep = any(part in exact._keep_in_fp32_modules for part in name.split("."))
+        parameter.data = parameter.data if keep else parameter.data.to(dtype)
+    latent, text, timestep = torch.randn(1, 16, *clip.latent_size), torch.randn(1, 17, 32), torch.tensor([640])
+    latent, text = latent.to(dtype), text.to(dtype)
+    with torch.no_grad():
+        truth = exact(latent.double(), timestep, text.double(), return_dict=False)[0]
+        theirs = rounded(latent, timestep, text, return_dict=False)[0]
+    ours = _predict(model, clip, latent, timestep, text)
+    assert ours.dtype == dtype
+    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+    assert (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
+
+
+def test_patches_are_the_convolution_of_the_checkpoint() -> None:
+    latent, weight = torch.randn(2, 16, 3, 6, 10, dtype=torch.float64), torch.randn(5, 16, 1, 2, 2, dtype=torch.float64)
+    expected = torch.nn.functional.conv3d(latent, weight, stride=(1, 2, 2)).flatten(2).transpose(1, 2)
+    assert torch.allclose(patchify(latent) @ weight.flatten(1).T, expected)
+
+
+def test_unpatchify_puts_each_value_where_its_token_says() -> None:
+    frames, rows, columns, channels = 2, 3, 5, 4
+    tokens = torch.arange(frames * rows * columns * 4 * channels).view(1, -1, 4 * channels)
+    out = unpatchify(tokens, token_grid=(frames, rows, columns))
+    for f, y, x in ((0, 0, 0), (1, 5, 9), (0, 3, 4), (1, 2, 7)):
+        token, place = (f * rows + y // 2) * columns + x // 2, (y % 2) * 2 + x % 2
+        assert torch.equal(out[0, :, f, y, x], tokens[0, token].view(4, channels)[place])
+
+
+def test_rows_of_the_rope_table_are_those_of_the_reference() -> None:
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    for head_dim, clip in ((128, Clip(81, 480, 832)), (12, Clip(9, 48, 80)), (10, Clip(1, 16, 16))):
+        cos, sin = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)(torch.empty(1, 16, *clip.latent_size))
+        table = rope_table(clip.token_grid, head_dim)
+        assert torch.equal(table.cos, cos[0, :, 0, 0::2]) and torch.equal(table.sin, sin[0, :, 0, 1::2])
