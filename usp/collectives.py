@@ -26,7 +26,7 @@ def all_to_all(parts: Sequence[torch.Tensor], *, shapes: Sequence[Shape], axis: 
     if axis.size == 1:
         return [parts[0].reshape(shapes[0])]
     dtype, device = parts[0].dtype, parts[0].device
-    staging = torch.device("cpu") if dist.get_backend(axis.group) == "gloo" else device
+    staging = device if device.type == axis.device_type else torch.device("cpu")
     sent = torch.cat([_as_bytes(part) for part in parts]).to(staging)
     in_sizes = [part.numel() * dtype.itemsize for part in parts]
     out_sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]

@@ -20,6 +20,7 @@ class Axis:
     size: int
     index: int
     group: dist.ProcessGroup
+    device_type: str  # of the memory that the group moves: "cuda" over NCCL, "cpu" over gloo
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,6 @@ def make_mesh(shape: MeshShape, *, device_type: str) -> Mesh:
     shape.check_fits(world=world, num_heads=shape.ulysses)
     grid = init_device_mesh(device_type, (shape.cfg, shape.ulysses), mesh_dim_names=("cfg", "ulysses"))
     cfg_index, ulysses_index = shape.coordinates(rank)
-    cfg = Axis("cfg", shape.cfg, cfg_index, grid.get_group("cfg"))
-    ulysses = Axis("ulysses", shape.ulysses, ulysses_index, grid.get_group("ulysses"))
+    cfg = Axis("cfg", shape.cfg, cfg_index, grid.get_group("cfg"), device_type)
+    ulysses = Axis("ulysses", shape.ulysses, ulysses_index, grid.get_group("ulysses"), device_type)
     return Mesh(shape, rank, cfg, ulysses)

@@ -19,6 +19,8 @@ from usp.attention import Attention, sdpa
 from usp.models.wan.config import PATCH_SIZE, TransformerConfig
 from usp.models.wan.rope import RopeTable, apply_rope
 
+PROJECTED_ROWS = 4096
+
 
 class TextKV(NamedTuple):
     """Keys and values of the text for one block, [B, L, H, D] each: the same at every step."""
@@ -60,7 +62,7 @@ class WanTransformer(nn.Module):
         for block, text_kv in zip(self._blocks(), text, strict=True):
             x = block(x, modulation=modulation, text_kv=text_kv, rope=rope, self_attention=self_attention)
         shift, scale = (self.scale_shift_table + time[:, None]).chunk(2, dim=1)
-        return self.proj_out(modulate(self.norm_out(x.float()), shift, scale).type_as(x))
+        return project_rows(self.proj_out, modulate(self.norm_out(x.float()), shift, scale).type_as(x))
 
     def _blocks(self) -> list["WanBlock"]:
         return list(self.blocks)  # type: ignore[arg-type]
@@ -192,6 +194,15 @@ class FP32LayerNorm(nn.LayerNorm):
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x * (1 + scale) + shift
+
+
+def project_rows(layer: nn.Linear, x_bsc: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`, always as products of PROJECTED_ROWS rows, so that a token's bits do not depend on how many ranks
+    share the clip: for a narrow output cuBLAS splits the sum over columns by the number of rows."""
+    chunks = x_bsc.flatten(0, 1).split(PROJECTED_ROWS)
+    padded = (F.pad(chunk, (0, 0, 0, PROJECTED_ROWS - len(chunk))) for chunk in chunks)
+    out = torch.cat([layer(chunk)[: len(rows)] for chunk, rows in zip(padded, chunks, strict=True)])
+    return out.unflatten(0, x_bsc.shape[:2])
 
 
 def timestep_waves(timestep: torch.Tensor, freq_dim: int) -> torch.Tensor:

@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("frames", "height", "width", "tokens"),
-    [(81, 720, 1280, 75_600), (81, 480, 832, 32_760), (81, 720, 720, 42_525), (121, 480, 832, 48_360)]
-    + [(9, 48, 80, 45), (5, 48, 80, 30), (1, 16, 16, 1)],
+    [
+        *((81, 720, 1280, 75_600), (81, 480, 832, 32_760), (81, 720, 720, 42_525), (121, 480, 832, 48_360)),
+        *((9, 48, 80, 45), (5, 48, 80, 30), (1, 16, 16, 1)),
+    ],
 )
 def test_tokens_of_known_sizes(frames: int, height: int, width: int, tokens: int) -> None:
     assert Clip(frames, height, width).num_tokens == tokens

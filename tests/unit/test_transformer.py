@@ -5,12 +5,13 @@ import torch
 
 from tests.tiny import reference_transformer, tiny_checkpoint
 from usp.attention import sdpa
+from usp.layout import split_counts
 from usp.models.wan.checkpoint.folder import open_checkpoint
 from usp.models.wan.checkpoint.loader import load_transformer
 from usp.models.wan.clip import Clip
 from usp.models.wan.config import TransformerConfig
 from usp.models.wan.rope import rope_table
-from usp.models.wan.transformer import WanTransformer, patchify, unpatchify
+from usp.models.wan.transformer import PROJECTED_ROWS, WanTransformer, patchify, project_rows, unpatchify
 
 CPU = torch.device("cpu")
 
@@ -105,3 +106,24 @@ def test_rows_of_the_rope_table_are_those_of_the_reference() -> None:
         cos, sin = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)(torch.empty(1, 16, *clip.latent_size))
         table = rope_table(clip.token_grid, head_dim)
         assert torch.equal(table.cos, cos[0, :, 0, 0::2]) and torch.equal(table.sin, sin[0, :, 0, 1::2])
+
+
+def test_projecting_rows_equals_projecting_all_whatever_their_number() -> None:
+    layer = torch.nn.Linear(8, 3, dtype=torch.float64)
+    for batch, tokens in ((1, 0), (1, 1), (2, 3000), (1, PROJECTED_ROWS), (1, PROJECTED_ROWS + 1)):
+        x = torch.randn(batch, tokens, 8, dtype=torch.float64)
+        assert torch.allclose(project_rows(layer, x), layer(x)) and project_rows(layer, x).shape == (batch, tokens, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1560, 7800, 32_760])
+def test_the_final_projection_has_the_same_bits_on_any_number_of_ranks(rows: int) -> None:
+    """At 1,560 and 7,800 rows cuBLAS gives whole and cut products of this width other bits."""
+    config = TransformerConfig()
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = torch.nn.Linear(config.dim, config.out_patch_dim, dtype=dtype, device="cuda")
+        x = torch.randn(1, rows, config.dim, dtype=dtype, device="cuda")
+        whole = project_rows(layer, x)
+        for parts in (2, 3, 4, 8):
+            cut = torch.cat([project_rows(layer, part) for part in x.split(split_counts(rows, parts), dim=1)], dim=1)
+            assert torch.equal(whole, cut), f"{parts} parts, {dtype}"
