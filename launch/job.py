@@ -53,10 +53,8 @@ def _facts(request: Request) -> dict[str, object]:
         "usp": usp.__version__,
         "torch": torch.__version__,
     }
-    facts |= {name: getattr(request, name) for name in SAME_SETTINGS}
-    if dist.get_rank() == 0 or request.prompts is not None:
-        facts["prompt"] = _digest(request.prompts)
-    return facts
+    facts["prompt"] = _digest(request.prompts) if request.prompt_file is None else "in a file"  # rank 0 alone reads it
+    return facts | {name: getattr(request, name) for name in SAME_SETTINGS}
 
 
 def _digest(text: object) -> str:

@@ -40,7 +40,8 @@ class Request:
 
     checkpoint: Checkpoint
     task: str
-    prompts: tuple[str, ...] | None  # None: rank 0 read them from a file
+    prompts: tuple[str, ...] | None  # None: rank 0 read them from `prompt_file`
+    prompt_file: Path | None
     negative_prompt: str
     clip: Clip
     fps: float
@@ -83,6 +84,7 @@ def resolve(flags: Flags, *, world: World, checkpoint: Checkpoint) -> Request:
         checkpoint=checkpoint,
         task=task.name,
         prompts=prompts,
+        prompt_file=flags.prompt_file,
         negative_prompt=_first(flags.negative_prompt, defaults.get("negative_prompt"), task.negative_prompt),
         clip=_clip(flags, checkpoint, task),
         fps=_fps(_first(flags.fps, defaults.get("fps"), task.fps)),
@@ -205,7 +207,7 @@ def _check_load_latents(flags: Flags, world: World) -> None:
         return
     if world.size != 1:
         raise UserError(f"--load_latents decodes on one process, but {world.size} were started; start one")
-    for name in ("save_latents", "prompt_file"):
+    for name in ("save_latents", "prompt_file", "report"):
         if getattr(flags, name) is not None:
             raise UserError(f"--load_latents only decodes, so --{name} has nothing to do; leave it out")
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 Frames = NDArray[np.uint8]  # [F, H, W, 3], or one frame [H, W, 3]
-CRF = 18  # x264's scale of loss; from about here down it is hard to see
+# crf is x264's scale of loss; from about 18 down it is hard to see. mbtree reads beyond what it has computed, so with it
+# the same frames give other bytes now and then.
+X264 = {"crf": "18", "preset": "medium", "mbtree": "0"}
 MAX_FPS = 1000
 FASTSTART = {"movflags": "+faststart"}  # the index comes first, so players start before the end has arrived
 # With accurate rounding flat colours come back within 1 of 255; without it, within 3.
@@ -58,7 +60,7 @@ def to_uint8(frames: "torch.Tensor | NDArray[np.floating[Any]]") -> Frames:
 def encode_mp4(frames: Frames | Iterable[Frames], fps: float) -> bytes:
     """An MP4 of [F, H, W, 3], given whole or as consecutive chunks.
 
-    The same frames give the same bytes where sides are multiples of 16; elsewhere x264 itself varies by a few.
+    The same frames give the same bytes.
     Raises UserError for no frames, for an odd side, for frames of more than one size and for an impossible rate.
     """
     rate = exact_rate(fps)
@@ -165,7 +167,7 @@ def _check_same_size(picture: Frames, first: Frames) -> None:
 
 
 def _add_stream(container: "OutputContainer", shape: tuple[int, ...], rate: Fraction) -> "VideoStream":
-    stream = container.add_stream("libx264", rate=rate, options={"crf": str(CRF), "preset": "medium"})
+    stream = container.add_stream("libx264", rate=rate, options=X264)
     stream.height, stream.width, stream.pix_fmt = shape[0], shape[1], "yuv420p"
     codec = stream.codec_context
     codec.thread_count = 1  # the number of threads is part of the bytes
