@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from usp.errors import UserError
@@ -86,7 +87,7 @@ def _turn(world: World) -> float:
 def _message(error: BaseException, world: World, phase: str) -> str:
     who = f"rank {world.rank}: " if world.rank else ""
     if isinstance(error, UserError):
-        return f"{who}error: {error}"
+        return "\n".join([f"{who}error: {error}", *getattr(error, "__notes__", ())])
     if isinstance(error, KeyboardInterrupt):
         return f"{who}interrupted while {phase}"
     head = f"rank {world.rank} of {world.size} failed while {phase}"
@@ -106,15 +107,17 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _print(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be reading; the process has to end all the same
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _end(world: World, code: int) -> NoReturn:
     """Leave at once; under mpirun also end the ranks that wait for this one inside MPI."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if world.launcher == "mpirun":
         _abort_mpi(code)
     os._exit(code)

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import unicodedata
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def check_outputs(request: "Request") -> None:
         check_folder(folder)
     for path in _first_and_last(request, num_prompts):
         _check_target(path)
-    _check_distinct(request)
+    _check_distinct(request, num_prompts)
 
 
 def check_folder(folder: Path) -> None:
@@ -95,6 +96,13 @@ def atomic_write(path: Path, data: bytes, *, guard: Guard) -> None:
     A file without a name receives the data, since the system drops it even if this process is killed. Some network
     file systems have none; there a named temporary file does it, which the next write to `path` clears away if need be.
     """
+    try:
+        _write_whole(path, data, guard)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write_whole(path: Path, data: bytes, guard: Guard) -> None:
     _remove_stale(path)
     temp = path.with_name(f"{_temp_prefix(path)}{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with guard.temporary(temp):
@@ -141,6 +149,8 @@ def _check_suffixes(request: "Request") -> None:
         raise UserError(f"--save_file {video}: a .png holds one frame, not {frames}; use .mp4, or --frame_num 1")
     if latents is not None and latents.suffix != ".safetensors":
         raise UserError(f"--save_latents {latents}: the file is a .safetensors")
+    if request.report is not None and request.report.suffix.lower() != ".json":
+        raise UserError(f"--report {request.report}: the file is a .json")
 
 
 def _check_target(path: Path) -> None:
@@ -154,12 +164,16 @@ def _check_target(path: Path) -> None:
         raise UserError(f"{path} is a folder; name a file in it")
 
 
-def _check_distinct(request: "Request") -> None:
-    named = [path.resolve() for path in (request.save_file, request.save_latents, request.report) if path]
-    if request.load_latents is not None:
-        named.append(request.load_latents.resolve())
-    for path in named:
-        if named.count(path) > 1:
+def _check_distinct(request: "Request", num_prompts: int) -> None:
+    """No output may fall on another one or on an input, for any prompt. Latents that are loaded need no rescue."""
+    named = [path for path in (request.report, request.prompt_file, request.load_latents) if path]
+    for index in range(num_prompts):
+        files = output_paths(request, prompt="", seed=0, index=index, num_prompts=num_prompts)
+        named += [path for path in (files.video, files.sheet, files.latents) if path]
+        named += [files.rescue] if request.load_latents is None and files.rescue != files.latents else []
+    resolved = [path.resolve() for path in named]
+    for path, count in Counter(resolved).items():
+        if count > 1:
             raise UserError(f"{path} is named for two different files; give each its own name")
 
 

@@ -155,7 +155,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         group, "ulysses_size", values.integer(1), "N", "ranks that share the tokens of a clip", "ulysses_degree", "usp"
     )
     _choice(
-        group, "exchange", ("auto", "nccl", "gloo"), "auto", "transport between ranks; auto: nccl on cuda, gloo on cpu"
+        group,
+        "exchange",
+        ("auto", "ipc", "host", "nccl", "gloo"),
+        "auto",
+        "what carries attention's exchange; auto: the first that can, of ipc, nccl, gloo on cuda and host, gloo on cpu",
     )
 
 

@@ -11,7 +11,7 @@ torch may run for a moment, and those end by themselves.
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
 from types import TracebackType
@@ -121,5 +121,6 @@ def _try_to_remove(path: Path) -> None:
 
 
 def _write(line: str) -> None:
-    """Past Python's streams, whose locks the main thread may hold."""
-    os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+    """Past Python's streams, whose locks the main thread may hold. Nobody may be reading: the launcher may be gone."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))

@@ -18,7 +18,8 @@ from usp.launch.flags import Flags, build_parser, parse, wants_help, without_fla
 from usp.launch.guard import Guard
 from usp.launch.request import Request, resolve
 from usp.launch.world import SINGLE, World, detect_world, start_ranks
-from usp.models.wan.checkpoint.folder import open_checkpoint, packaged_checkpoint, resolve_checkpoint
+from usp.models.wan.checkpoint.folder import open_checkpoint, packaged_checkpoint
+from usp.models.wan.checkpoint.hub import resolve_checkpoint
 from usp.models.wan.text import check_text_packages
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,9 @@ class Phases:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def rounded(self) -> dict[str, float]:
+        return {name: round(seconds, 3) for name, seconds in self.seconds.items()}
+
     def detail(self, text: str) -> None:
         """Say more precisely what is going on inside a phase, such as the step."""
         self._guard.phase = text

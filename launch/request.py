@@ -25,7 +25,7 @@ from usp.models.wan.tasks import TASKS, Task
 T = TypeVar("T")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Exchange = Literal["auto", "nccl", "gloo"]
+Exchange = Literal["auto", "ipc", "host", "nccl", "gloo"]
 
 LARGE_DIM = 5120  # width of the 14B models
 MAX_FPS = 1000  # of the video writer, which is too heavy to import here
@@ -226,6 +226,11 @@ def _device(asked: str) -> Device:
 
 
 def _exchange(asked: str, device: Device) -> Exchange:
-    if asked == "nccl" and device == "cpu":
-        raise UserError("--exchange nccl moves data between GPUs, but the device is cpu; use --exchange gloo")
+    """What a device can never do is refused here; what the ranks can do together they find out when they meet."""
+    if asked in ("ipc", "nccl") and device == "cpu":
+        raise UserError(
+            f"--exchange {asked} moves data between GPUs, but the device is cpu; use --exchange host or gloo"
+        )
+    if asked == "host" and device == "cuda":
+        raise UserError("--exchange host moves host memory, but the device is cuda; use --exchange ipc, nccl or gloo")
     return cast(Exchange, asked)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
+from usp.errors import UserError
 from usp.launch.files import OutputPaths, atomic_write
 from usp.launch.guard import Guard
 from usp.launch.request import Request
@@ -28,6 +29,7 @@ from usp.launch.video import (
     sheet_picks,
     to_uint8,
 )
+from usp.launch.world import program_words
 from usp.models.wan.vae import decode_chunks
 
 log = logging.getLogger(__name__)
@@ -46,13 +48,17 @@ def load_latents(path: Path) -> torch.Tensor:
     return load_file(path)[LATENTS_KEY].float()
 
 
-def save_video(vae: Any, latents: torch.Tensor, paths: OutputPaths, *, request: Request, guard: Guard) -> None:
-    """Decode and write the video and its contact sheet. On failure the latents are kept and the error says where."""
+def save_results(vae: Any, latents: torch.Tensor, paths: OutputPaths, *, request: Request, guard: Guard) -> None:
+    """The latents if they were asked for, the video, its contact sheet. On failure the latents are kept somewhere."""
+    kept = request.load_latents
     try:
+        if paths.latents is not None:
+            save_latents(latents, paths.latents, guard=guard)
+            kept = paths.latents
         _decode_and_write(vae, latents, paths, request=request, guard=guard)
     except Exception as error:
         if request.load_latents is None:
-            error.add_note(_keep_latents(latents, paths, request=request, guard=guard))
+            error.add_note(_how_to_go_on(latents, kept, paths, request=request, guard=guard))
         raise
 
 
@@ -87,10 +93,16 @@ def _check_read_back(found: VideoInfo, request: Request) -> None:
         raise RuntimeError(f"the encoded video reads back as {found}, not as {announced}")
 
 
-def _keep_latents(latents: torch.Tensor, paths: OutputPaths, *, request: Request, guard: Guard) -> str:
-    kept = paths.latents if paths.latents and paths.latents.exists() else paths.rescue
-    if kept == paths.rescue:
-        save_latents(latents, kept, guard=guard)
-    command = ["python", "generate.py", "--ckpt_dir", request.checkpoint.root, "--load_latents", kept]
+def _how_to_go_on(
+    latents: torch.Tensor, kept: Path | None, paths: OutputPaths, *, request: Request, guard: Guard
+) -> str:
+    """Where the latents are, written now if they are nowhere yet, and the command that decodes them."""
+    if kept is None:
+        try:
+            save_latents(latents, paths.rescue, guard=guard)
+        except UserError as error:  # a full disk, most likely, which was also the first fault
+            return f"The sampled latents are lost: {error}"
+        kept = paths.rescue
+    command = ["python", *program_words(), "--ckpt_dir", request.checkpoint.root, "--load_latents", kept]
     command += ["--save_file", paths.video, "--fps", f"{request.fps:g}"]
     return f"The sampled latents are kept. To decode them later: {shlex.join(map(str, command))}"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 Frames = NDArray[np.uint8]  # [F, H, W, 3], or one frame [H, W, 3]
-# crf is x264's scale of loss; from about 18 down it is hard to see. mbtree reads beyond what it has computed, so with it
-# the same frames give other bytes now and then.
+# crf is x264's scale of loss; from about 18 down it is hard to see. With mbtree x264 reads more than it has computed,
+# and the same frames give other bytes now and then.
 X264 = {"crf": "18", "preset": "medium", "mbtree": "0"}
 MAX_FPS = 1000
 FASTSTART = {"movflags": "+faststart"}  # the index comes first, so players start before the end has arrived

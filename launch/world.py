@@ -103,15 +103,15 @@ def start_ranks(nproc: int, argv: Sequence[str]) -> NoReturn:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, *_program(), *argv])
+    os.execv(sys.executable, [sys.executable, *launcher, *program_words(), *argv])
 
 
-def _program() -> list[str]:
-    """How the running program was named, in the words of torch's launcher."""
+def program_words() -> list[str]:
+    """How the running program was named, in words that Python and torch's launcher take alike."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return [sys.argv[0]]
-    return ["--module", spec.name.removesuffix(".__main__")]
+    return ["-m", spec.name.removesuffix(".__main__")]
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> World:
@@ -166,7 +166,9 @@ def _mpirun_store(world: World, timeout: timedelta) -> "Store":
             f"the launcher says rank {world.rank} of {world.size}, but mpi4py says rank {comm.rank} of {comm.size}: "
             "they are of different MPI installations; use the mpirun that belongs to mpi4py"
         )
-    return _store_of_rank_zero(comm, world, timeout)
+    store = _store_of_rank_zero(comm, world, timeout)
+    MPI.Finalize()  # all it had to do; its shared memory would outlive a launcher that is killed
+    return store
 
 
 def _store_of_rank_zero(comm: Any, world: World, timeout: timedelta) -> "Store":

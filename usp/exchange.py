@@ -6,6 +6,9 @@ equal bit for bit, and the transport for groups that span hosts. Used through `u
 Shapes: B batch, S tokens of the clip, S_r tokens of rank r, H heads, H_r heads of rank r, D head dim, P ranks.
 """
 
+from types import TracebackType
+from typing import Self
+
 import torch
 
 from usp.collectives import all_gather, all_to_all
@@ -20,20 +23,23 @@ class CollectiveExchange:
         self.axis = axis
         self.token_counts = split_counts(num_tokens, axis.size)
 
-    def scatter_heads(self, x_bshd: torch.Tensor) -> torch.Tensor:
-        """[B, S_r, H, D] -> [B, S, H_r, D]. Any dtype and strides. Collective over the axis."""
+    def scatter_heads(self, x_bshd: torch.Tensor, *, unit: int = 1) -> torch.Tensor:
+        """[B, S_r, H, D] -> [B, S, H_r, D]. Any dtype and strides; heads stay together in runs of `unit`.
+
+        Collective over the axis.
+        """
         batch, num_own, num_heads, head_dim = x_bshd.shape
         self._check_tokens(num_own)
-        head_counts = split_counts(num_heads, self.axis.size)
+        head_counts = self._head_counts(num_heads, unit)
         num_local_heads = head_counts[self.axis.index]
         shapes = [(batch, count, num_local_heads, head_dim) for count in self.token_counts]
         received = all_to_all(x_bshd.split(head_counts, dim=2), shapes=shapes, axis=self.axis)
         return _join(received, dim=1)
 
-    def gather_heads(self, x_bshd: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    def gather_heads(self, x_bshd: torch.Tensor, *, num_heads: int, unit: int = 1) -> torch.Tensor:
         """[B, S, H_r, D] -> [B, S_r, H, D], the inverse of `scatter_heads`. Collective over the axis."""
         batch, num_tokens, num_local_heads, head_dim = x_bshd.shape
-        head_counts = split_counts(num_heads, self.axis.size)
+        head_counts = self._head_counts(num_heads, unit)
         if num_tokens != sum(self.token_counts) or num_local_heads != head_counts[self.axis.index]:
             raise ValueError(
                 f"got {num_tokens} tokens and {num_local_heads} heads; rank {self.axis.index} of {self.axis.size} "
@@ -51,11 +57,41 @@ class CollectiveExchange:
         shapes = [(batch, count, channels) for count in self.token_counts]
         return _join(all_gather(x_bsc, shapes=shapes, axis=self.axis), dim=1)
 
+    def close(self) -> None:
+        """Nothing is held; for exchanges that do, this is collective. May be called twice."""
+
+    def check(self) -> None:
+        """Raise if results cannot be trusted: a collective that failed has raised already."""
+
+    def at(self, *, step: int | None = None, layer: int | None = None) -> None:
+        """Say where the model is, for messages about failures. Layers then count by themselves, call by call."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _head_counts(self, num_heads: int, unit: int) -> tuple[int, ...]:
+        return tuple(unit * count for count in split_counts(num_heads // unit, self.axis.size))
+
     def _check_tokens(self, num_own: int) -> None:
         expected = self.token_counts[self.axis.index]
         if num_own != expected:
             raise ValueError(f"got {num_own} tokens; rank {self.axis.index} of {self.axis.size} holds {expected}")
 
 
+def dense_heads(x_bshd: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if each row's heads lie one after another, else a contiguous copy.
+
+    Rows may be far apart, as in a slice of a fused product; anything else would be misread by a 2-D copy, and sends
+    attention down another path with other bits.
+    """
+    is_dense = x_bshd.stride(-1) == 1 and (x_bshd.shape[-2] == 1 or x_bshd.stride(-2) == x_bshd.shape[-1])
+    return x_bshd if is_dense else x_bshd.contiguous()
+
+
 def _join(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)  # one rank alone copies nothing
+    return dense_heads(parts[0]) if len(parts) == 1 else torch.cat(parts, dim=dim)  # one rank alone copies nothing

@@ -1,66 +1,161 @@
 """Which transport carries the exchange: chosen once, by all ranks together, with the reason said.
 
-NCCL needs a GPU of its own for every rank; gloo always works, through host memory. A forced transport that cannot run
-raises on every rank. Used at set-up, after the ranks have met and before the mesh is made.
+    ipc    copy engines between CUDA buffers that the processes of one host share
+    host   the same protocol on shared host memory, for ranks on CPUs
+    nccl   plain collectives between GPUs, each rank with one of its own
+    gloo   plain collectives through host memory; always works
+
+A forced transport that cannot run raises on every rank. Used at set-up, after the ranks have met.
 """
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from usp.errors import UserError
+from usp.exchange import CollectiveExchange
+from usp.ipc.engine import Engine
+from usp.ipc.handle import boot_id, pid_namespace
+from usp.ipc.provider import Provider
+from usp.layout import MeshShape
+from usp.mesh import Mesh, make_mesh
 
-TransportName = Literal["nccl", "gloo"]
+TransportName = Literal["ipc", "host", "nccl", "gloo"]
+Asked = Literal["auto", "ipc", "host", "nccl", "gloo"]
+
+WHY: dict[TransportName, str] = {
+    "ipc": "the GPUs of a group are of one host",
+    "host": "the ranks of a group share host memory",
+    "nccl": "every rank has a GPU of its own",
+    "gloo": "it always works",
+}
 
 
 @dataclass(frozen=True)
 class Transport:
-    """The transport in use and why; `mesh_device` is the device type that its process groups are made for."""
+    """What carries the exchange inside attention, and why. `collectives` carries everything else between ranks."""
 
     name: TransportName
     reason: str
-
-    @property
-    def mesh_device(self) -> str:
-        return "cuda" if self.name == "nccl" else "cpu"
+    collectives: Literal["nccl", "gloo"]
 
 
-def choose_transport(asked: Literal["auto", "nccl", "gloo"], *, device: torch.device) -> Transport:
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank tells the others before they choose."""
+
+    device_type: str
+    gpu: str  # identity, whatever each process calls it: ordinals differ under CUDA_VISIBLE_DEVICES
+    host: str
+    has_nccl: bool
+
+
+def choose_transport(asked: Asked, *, shape: MeshShape, device: torch.device) -> Transport:
     """Pick for the default group. Collective, since a transport works for all ranks or for none."""
-    obstacle = _first_obstacle(device)
-    if asked == "gloo":
-        return Transport("gloo", "asked for")
-    if asked == "nccl" and obstacle:
-        raise UserError(f"--exchange nccl cannot run: {obstacle}; use --exchange gloo or auto")
-    if asked == "nccl":
-        return Transport("nccl", "asked for")
-    return Transport("gloo", obstacle) if obstacle else Transport("nccl", "every rank has a GPU of its own")
+    ranks: list[_Rank] = [_describe(device)] * dist.get_world_size()
+    dist.all_gather_object(ranks, _describe(device))
+    obstacles = {
+        "ipc": _why_another_device(ranks, "cuda") or _spans_hosts(ranks, shape),
+        "host": _why_another_device(ranks, "cpu") or _spans_hosts(ranks, shape),
+        "nccl": _why_no_nccl(ranks),
+        "gloo": None,
+    }
+    collectives: Literal["nccl", "gloo"] = "gloo" if obstacles["nccl"] or asked == "gloo" else "nccl"
+    if asked != "auto":
+        if obstacles[asked]:
+            raise UserError(f"--exchange {asked} cannot run: {obstacles[asked]}; use --exchange auto")
+        return Transport(asked, "asked for", collectives)
+    return _automatic(obstacles, device, collectives)
 
 
-def _first_obstacle(device: torch.device) -> str | None:
-    """Why NCCL cannot serve these ranks, the same words on all of them; None if it can."""
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (_own_obstacle(device), _gpu_name(device)))
-    for rank, (obstacle, gpu) in enumerate(everyone):
-        if obstacle:
-            return f"rank {rank} {obstacle}"
-        sharing = [other for other, (_, name) in enumerate(everyone) if name == gpu]
+def make_exchange(
+    transport: Transport, num_tokens: int, *, mesh: Mesh, device: torch.device, num_groups: int | None = None
+) -> CollectiveExchange:
+    """The exchange of this rank's Ulysses group, for a `with` block; one rank alone needs none. Collective."""
+    if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
+        return CollectiveExchange(num_tokens, axis=mesh.ulysses)
+    from usp.ipc.rendezvous import GroupRendezvous
+    from usp.pipeline import PipelinedExchange
+
+    rendezvous = GroupRendezvous(mesh.ulysses.group)
+    provider, make_engine = _cuda(device) if transport.name == "ipc" else _host()
+    return PipelinedExchange(
+        num_tokens,
+        axis=mesh.ulysses,
+        rendezvous=rendezvous,
+        provider=provider,
+        make_engine=make_engine,
+        num_groups=num_groups,
+    )
+
+
+def mesh_of(transport: Transport, shape: MeshShape) -> Mesh:
+    """The mesh whose groups carry the transport's collectives. Collective."""
+    return make_mesh(shape, device_type="cuda" if transport.collectives == "nccl" else "cpu")
+
+
+def _automatic(
+    obstacles: dict[str, str | None], device: torch.device, collectives: Literal["nccl", "gloo"]
+) -> Transport:
+    """The first that can run, with why those before it cannot."""
+    order: tuple[TransportName, ...] = ("ipc", "nccl", "gloo") if device.type == "cuda" else ("host", "gloo")
+    reasons: list[str] = []
+    for name in order:
+        obstacle = obstacles[name]
+        if obstacle is None:
+            return Transport(name, "; ".join([*reasons, WHY[name]]), collectives)
+        reasons.append(f"no {name}, since {obstacle}")
+    raise AssertionError("gloo always works")
+
+
+def _describe(device: torch.device) -> _Rank:
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    has_nccl = device.type == "cuda" and dist.is_nccl_available()
+    return _Rank(device.type, f"{socket.gethostname()}/{gpu}", f"{boot_id()}/{pid_namespace()}", has_nccl)
+
+
+def _why_another_device(ranks: list[_Rank], wanted: str) -> str | None:
+    others = (
+        f"rank {index} runs on {rank.device_type}" for index, rank in enumerate(ranks) if rank.device_type != wanted
+    )
+    return next(others, None)
+
+
+def _spans_hosts(ranks: list[_Rank], shape: MeshShape) -> str | None:
+    """Whether some Ulysses group has ranks that cannot map each other's memory."""
+    for first in range(0, shape.world, shape.ulysses):
+        hosts = {rank.host for rank in ranks[first : first + shape.ulysses]}
+        if len(hosts) > 1:
+            return f"ranks {first} to {first + shape.ulysses - 1} are on {len(hosts)} hosts or in separate containers"
+    return None
+
+
+def _why_no_nccl(ranks: list[_Rank]) -> str | None:
+    for index, rank in enumerate(ranks):
+        if rank.device_type != "cuda" or not rank.has_nccl:
+            return (
+                f"rank {index} {'has a torch built without NCCL' if rank.device_type == 'cuda' else 'runs on the CPU'}"
+            )
+        sharing = [other for other, one in enumerate(ranks) if one.gpu == rank.gpu]
         if len(sharing) > 1:
             return f"ranks {', '.join(map(str, sharing))} share one GPU"
     return None
 
 
-def _own_obstacle(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "runs on the CPU"
-    return "" if dist.is_nccl_available() else "has a torch built without NCCL"
+def _host() -> tuple[Provider, Callable[[], Engine]]:
+    from usp.ipc.host import HostProvider
+    from usp.ipc.host_engine import HostEngine
+
+    return HostProvider(), HostEngine
 
 
-def _gpu_name(device: torch.device) -> str:
-    """The GPU's identity, whatever each process calls it: ordinals differ under CUDA_VISIBLE_DEVICES."""
-    if device.type != "cuda":
-        return ""
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+def _cuda(device: torch.device) -> tuple[Provider, Callable[[], Engine]]:
+    from usp.ipc.cuda import CudaProvider
+    from usp.ipc.cuda_engine import CudaEngine
+
+    return CudaProvider(device), partial(CudaEngine, device)

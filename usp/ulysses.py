@@ -1,22 +1,83 @@
 """Self-attention over tokens that are sharded across ranks: exchange in, attend, exchange back.
 
-The model calls it in place of plain attention and sees only its own tokens.
+The model calls it in place of plain attention and sees only its own tokens. With a pipelined exchange one head group
+travels while the group before is attended; with a collective one, and in `plain`, one step follows the other. The bits
+are the same.
+
+Shapes: B batch, S tokens of the clip, S_r tokens of rank r, H query heads, K key/value heads, D head dim.
 """
 
 import torch
 
 from usp.attention import Attention
 from usp.exchange import CollectiveExchange
+from usp.execute import FillAll, FillBlock, KeyValue, fill_from
+from usp.pipeline import PipelinedExchange
 
 
 class UlyssesAttention:
-    """`attn(q, k, v)`: [B, S_r, H, D] each -> [B, S_r, H, D], where every token attended to every token."""
+    """`attn(q, k, v)`: own tokens of every head in, own tokens of every head out, each attended to every token.
+
+    `prefix_kv` and `suffix_kv` are keys and values [B, L, K_r, D] before and after the tokens: this rank's own
+    key/value heads only, normed and rotated already, held by every rank for its heads and never sent.
+    """
 
     def __init__(self, exchange: CollectiveExchange, *, attention: Attention) -> None:
         self.exchange = exchange
         self.attention = attention
 
-    def __call__(self, q_bshd: torch.Tensor, k_bshd: torch.Tensor, v_bshd: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        q_bshd: torch.Tensor,
+        k_bskd: torch.Tensor,
+        v_bskd: torch.Tensor,
+        prefix_kv: KeyValue | None = None,
+        suffix_kv: KeyValue | None = None,
+    ) -> torch.Tensor:
+        """[B, S_r, H, D], [B, S_r, K, D] twice -> [B, S_r, H, D] of the caller's own. Collective over the axis."""
+        if not isinstance(self.exchange, PipelinedExchange):
+            return self.plain(q_bshd, k_bskd, v_bskd, prefix_kv, suffix_kv)
+        fill, num_heads = fill_from(q_bshd, k_bskd), q_bshd.shape[2]
+        return self.filled(v_bskd, fill, num_heads=num_heads, prefix_kv=prefix_kv, suffix_kv=suffix_kv).clone()
+
+    def filled(
+        self,
+        v_bskd: torch.Tensor,
+        fill_all: FillAll,
+        *,
+        num_heads: int,
+        prefix_kv: KeyValue | None = None,
+        suffix_kv: KeyValue | None = None,
+    ) -> torch.Tensor:
+        """As a call, but `fill_all(blocks)` writes q and k where the exchange wants them, in one go.
+
+        The result is a view that is valid until the next call on the exchange. Collective over the axis.
+        """
+        if isinstance(self.exchange, PipelinedExchange):
+            ends = {"prefix_kv": prefix_kv, "suffix_kv": suffix_kv}
+            return self.exchange.attend(self.attention, v_bskd, fill_all, num_heads=num_heads, **ends)
+        batch, num_own, num_kv_heads, head_dim = v_bskd.shape
+        q, k = v_bskd.new_empty(batch, num_own, num_heads, head_dim), torch.empty_like(v_bskd)
+        fill_all([FillBlock(0, num_heads, q, k, 0, num_kv_heads)])
+        return self.plain(q, k, v_bskd, prefix_kv, suffix_kv)
+
+    def plain(
+        self,
+        q_bshd: torch.Tensor,
+        k_bskd: torch.Tensor,
+        v_bskd: torch.Tensor,
+        prefix_kv: KeyValue | None = None,
+        suffix_kv: KeyValue | None = None,
+    ) -> torch.Tensor:
+        """The sequential path, with the same attention over the same numbers: the reference for the pipelined one."""
+        num_heads, unit = q_bshd.shape[2], q_bshd.shape[2] // k_bskd.shape[2]
         # [B, S_r, H, D] -> [B, S, H_r, D] -> attention -> [B, S_r, H, D]
-        q, k, v = (self.exchange.scatter_heads(x) for x in (q_bshd, k_bshd, v_bshd))
-        return self.exchange.gather_heads(self.attention(q, k, v), num_heads=q_bshd.shape[2])
+        q = self.exchange.scatter_heads(q_bshd, unit=unit)
+        k, v = (self.exchange.scatter_heads(x) for x in (k_bskd, v_bskd))
+        k, v = (torch.cat(_between(prefix_kv, x, suffix_kv, part), dim=1) for part, x in enumerate((k, v)))
+        out = self.attention(q, k, v) if q.shape[2] else q
+        return self.exchange.gather_heads(out, num_heads=num_heads, unit=unit)
+
+
+def _between(prefix: KeyValue | None, x: torch.Tensor, suffix: KeyValue | None, part: int) -> list[torch.Tensor]:
+    return [*([prefix[part]] if prefix else []), x, *([suffix[part]] if suffix else [])]

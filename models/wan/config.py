@@ -14,6 +14,8 @@ TEXT_LEN = 512  # text positions that the model attends to, always
 PATCH_SIZE = (1, 2, 2)  # frames, rows, columns of one token in the latent
 KEPT_IN_FP32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # as the reference keeps them
 
+# What an original config.json may say of these, if it says anything.
+ORIGINAL_ONLY = {"patch_size": PATCH_SIZE, "qk_norm": True, "window_size": (-1, -1), "text_len": TEXT_LEN}
 _KINDS = {"eps": (float, "a positive number"), "cross_attn_norm": (bool, "true or false")}
 
 
@@ -76,6 +78,10 @@ class TransformerConfig:
         """From an original Wan `config.json`. Raises CheckpointError for a model kind that is not supported."""
         if config.get("model_type", "t2v") != "t2v":
             raise CheckpointError(f"{source}: model_type {config['model_type']!r}; only 't2v' is supported")
+        for key, wanted in ORIGINAL_ONLY.items():
+            _require(
+                config, source, key, lambda v, w=wanted: (tuple(v) if isinstance(v, list) else v) == w, wanted, wanted
+            )
         default = cls()
         dim, num_heads = config.get("dim", default.dim), config.get("num_heads", default.num_heads)
         for name, value in (("dim", dim), ("num_heads", num_heads)):
@@ -109,6 +115,10 @@ class TransformerConfig:
             raise CheckpointError(
                 f"{source}: {config.in_channels} channels in and {config.out_channels} out, "
                 "an image-conditioned transformer; only text-to-video is supported"
+            )
+        if config.freq_dim % 2:
+            raise CheckpointError(
+                f"{source}: freq_dim {config.freq_dim}; half are cosines and half sines, so an even one"
             )
         if config.head_dim % 2 or config.head_dim < 6:
             raise CheckpointError(

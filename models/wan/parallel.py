@@ -31,14 +31,15 @@ class ParallelDenoiser:
         config: TransformerConfig,
         *,
         mesh: Mesh,
+        exchange: CollectiveExchange,
         attention: Attention,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.clip, self.mesh, self.dtype = clip, mesh, dtype
-        self.exchange = CollectiveExchange(clip.num_tokens, axis=mesh.ulysses)
-        self.self_attention = UlyssesAttention(self.exchange, attention=attention)
-        counts, index = self.exchange.token_counts, mesh.ulysses.index
+        self.exchange = exchange
+        self.self_attention = UlyssesAttention(exchange, attention=attention)
+        counts, index = exchange.token_counts, mesh.ulysses.index
         self.start = split_offsets(counts)[index]
         self.stop = self.start + counts[index]
         self.rope = rope_table(clip.token_grid, config.head_dim).rows(self.start, self.stop).to(device)
@@ -81,6 +82,7 @@ class ParallelDenoiser:
         self, model: WanTransformer, own: torch.Tensor, time: torch.Tensor, prompt: Prompt, branch: str
     ) -> torch.Tensor:
         text = prompt.project(model, branch)
+        self.exchange.at(layer=0)
         return model(own, timestep=time, text=text, rope=self.rope, self_attention=self.self_attention)
 
 

@@ -121,10 +121,15 @@ def sample(
     scheduler.set_begin_index(0)
     num_train_timesteps = scheduler.config.num_train_timesteps
     timesteps = scheduler.timesteps.tolist()  # on the host once, so that no step waits for the device
+    current, model = None, None
     for step, timestep in enumerate(timesteps):
         expert, guidance = config.expert_at(timestep, num_train_timesteps=num_train_timesteps)
         before_step(step, expert)
-        model = experts.get(expert)
+        if expert != current:
+            current, model = expert, None  # no reference may outlive the switch, where only one expert fits
+            prompt.drop()
+            model = experts.get(expert)
+        assert model is not None
         velocity = denoiser.predict(model, latent, timestep=timestep, guidance=guidance, prompt=prompt)
         latent = scheduler.step(velocity, scheduler.timesteps[step], latent, return_dict=False)[0]
         after_step(step, expert)

@@ -1,4 +1,4 @@
-"""Defaults per task, and the order in which a setting is decided. Imports no torch.
+"""Defaults per task, the last of the places where a setting is looked for. Imports no torch.
 
 Source of the numbers and of the default negative prompt: the released Wan2.1 and Wan2.2 task configurations.
 """

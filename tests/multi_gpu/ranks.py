@@ -46,15 +46,19 @@ class Ranks:
 
     def run(self, body: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
         """Call `body(env, *args)` on every rank; results in rank order."""
-        for pipe in self.pipes:
-            pipe.send((body, args))
-        deadline = time.monotonic() + limit_s
-        answers = [self._answer(rank, deadline) for rank in range(self.world)]
+        answers = self.run_to_the_end(body, *args, limit_s=limit_s)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
             raise RankError("\n".join(failures))
         return [value for _, value in answers]
+
+    def run_to_the_end(self, body: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[tuple[bool, Any]]:
+        """(whether it returned, its result or what happened) of every rank: for bodies in which ranks are to fail."""
+        for pipe in self.pipes:
+            pipe.send((body, args))
+        deadline = time.monotonic() + limit_s
+        return [self._answer(rank, deadline) for rank in range(self.world)]
 
     def close(self) -> None:
         self.broken = True

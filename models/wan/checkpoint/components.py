@@ -18,7 +18,7 @@ from usp.models.wan.config import TransformerConfig
 Layout = Literal["diffusers", "original"]
 TRANSFORMER_STEM = "diffusion_pytorch_model"
 TRANSFORMER_CLASS: Mapping[Layout, str] = {"diffusers": "WanTransformer3DModel", "original": "WanModel"}
-TOKENIZER_MODELS = ("tokenizer.json", "spiece.model")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")  # spiece.model alone would need one more package
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,8 @@ def open_original_text_encoder(file: Path) -> ComponentFiles:
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The files that make the tokenizer; its settings and at least one form of its vocabulary must be there."""
-    settings = require_file(require_folder(folder) / "tokenizer_config.json")
-    models = [folder / name for name in TOKENIZER_MODELS if (folder / name).is_file()]
-    if not models:
-        raise CheckpointError(
-            f"{folder}: neither {' nor '.join(TOKENIZER_MODELS)} is there; the download is incomplete"
-        )
-    return (settings, *models)
+    """The files that make the tokenizer."""
+    return tuple(require_file(require_folder(folder) / name) for name in TOKENIZER_FILES)
 
 
 def check_vae_config(vae: ComponentFiles, *, latent_channels: int) -> None:

@@ -29,16 +29,6 @@ from usp.models.wan.checkpoint.components import (
 )
 from usp.models.wan.checkpoint.defaults import DEFAULTS_FILE, read_defaults
 from usp.models.wan.checkpoint.files import fingerprint, read_json
-from usp.models.wan.checkpoint.hub import resolve_checkpoint
-
-__all__ = [
-    "Checkpoint",
-    "ComponentFiles",
-    "ExpertFiles",
-    "open_checkpoint",
-    "packaged_checkpoint",
-    "resolve_checkpoint",
-]
 
 PIPELINE_FILE = "model_index.json"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from usp.models.wan.checkpoint.components import ComponentFiles, ExpertFiles
 from usp.models.wan.checkpoint.fill import NamedTensors, blamed_on, fill, read_stored
-from usp.models.wan.checkpoint.folder import Checkpoint, ComponentFiles, ExpertFiles
+from usp.models.wan.checkpoint.folder import Checkpoint
 from usp.models.wan.checkpoint.names import EMBEDDING, TIED_EMBEDDING
 from usp.models.wan.checkpoint.original import open_text_encoder, open_vae
 from usp.models.wan.checkpoint.weights import StoredTensor

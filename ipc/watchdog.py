@@ -1,0 +1,220 @@
+"""A thread per process that notices what no stream would ever tell: a peer that died, gave up, strayed or stands still.
+
+Deaths come from the kernel at once; everything else is read from the control pages a few times a second. It detects
+and reports, once; what follows (releasing waits, raising) is the business of whoever made it.
+"""
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from usp.ipc.control import ControlPages, Entry, State, Status
+from usp.ipc.errors import PeerLostError, PlanMismatchError, SetupError, StallError
+from usp.ipc.rendezvous import Rendezvous, agreed
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+MEET_S = 0.001
+JOIN_S = 5.0
+STALL_TIMEOUT_S = 300.0  # long: a rank that compiles, swaps or decodes is slow and healthy
+
+
+class FailureKind(Enum):
+    LOST = PeerLostError
+    STALL = StallError
+    MISMATCH = PlanMismatchError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was noticed, and which rank is at fault."""
+
+    kind: FailureKind
+    rank: int
+    cause: str
+    here: str = ""  # where the rank that noticed was
+
+    @property
+    def text(self) -> str:
+        return f"{self.cause}; {self.here}" if self.here else self.cause
+
+    @staticmethod
+    def errors() -> tuple[type[RuntimeError], ...]:
+        """What `error` may be."""
+        return tuple(kind.value for kind in FailureKind)
+
+    def error(self) -> RuntimeError:
+        error: RuntimeError = self.kind.value(self.text)
+        return error
+
+
+class Watchdog:
+    """Watches from the moment it is made. Making and closing it are collective; both meet over `rendezvous`.
+
+    `on_failure` is called once, in the watchdog's thread. `completed()` is the last call known to be done, for callers
+    whose calls end asynchronously; others say so with `end`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rendezvous: Rendezvous,
+        on_failure: Callable[[Failure], None],
+        stall_timeout: float = STALL_TIMEOUT_S,
+        completed: Callable[[], int] | None = None,
+    ) -> None:
+        self.rank = rendezvous.rank
+        self._on_failure, self._stall_timeout, self._completed = on_failure, stall_timeout, completed
+        self._current: Entry | None = None
+        self._done = 0
+        self._progress_at = time.monotonic()
+        self._closed = False
+        self._pages = ControlPages(rendezvous)
+        self._pids = rendezvous.gather(os.getpid())
+        self._peer_of_fd: dict[int, int] = {}
+        try:
+            agreed(rendezvous, self._watch_peers)
+        except SetupError:
+            self._close_fds()
+            self._pages.close()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._watch, name="usp watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, call: int, *, plan: str = "", step: int = -1, layer: int = -1) -> None:
+        """A call is about to be issued; calls count upwards from 1."""
+        if self._current is None or self._done >= self._current.call:
+            self._progress_at = time.monotonic()  # nothing was outstanding, so the clock starts here
+        self._current = Entry(call, plan, step, layer)
+        self._pages.post(self._current)
+
+    def end(self, call: int) -> None:
+        """All calls up to this one are done."""
+        if call > self._done:
+            self._done = call
+            self._progress_at = time.monotonic()
+
+    def meet(self, call: int, *, check: Callable[[], None]) -> None:
+        """Return once every rank has begun the call, which this one has. `check` raises when there is no sense in
+        waiting; raises PlanMismatchError if another rank began it with something else in mind."""
+        while True:
+            check()
+            pages = {rank: self._pages.read(rank) for rank in self._peer_of_fd.values()}
+            strayed = self._strayed(pages)
+            if strayed is not None:
+                raise strayed.error()
+            if all(max(status.begun, default=0) >= call for status in pages.values()):
+                return
+            time.sleep(MEET_S)
+
+    def give_up(self, reason: str, *, at_fault: int | None = None) -> None:
+        """Tell the others that this rank takes no further part; they report it at once. Waits for nobody."""
+        if self._closed:
+            return
+        self._pages.give_up(reason, at_fault=self.rank if at_fault is None else at_fault)
+        self._stop()
+        self._pages.abandon()
+
+    def close(self) -> None:
+        """Leave in good order. Collective, so nobody ends before all have stopped watching; may be called twice."""
+        if self._closed:
+            return
+        self._stop()
+        self._pages.close()
+
+    def _watch_peers(self) -> None:
+        for rank, pid in enumerate(self._pids):
+            if rank != self.rank:
+                self._peer_of_fd[os.pidfd_open(pid)] = rank
+
+    def _stop(self) -> None:
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+        self._close_fds()
+        os.close(self._wake)
+
+    def _close_fds(self) -> None:
+        for fd in self._peer_of_fd:
+            os.close(fd)
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        for fd in (*self._peer_of_fd, self._wake):
+            poller.register(fd, select.POLLIN)
+        while not self._closed:
+            poller.poll(LOOK_S * 1000)
+            failure = None if self._closed else self._look(poller)
+            if failure is not None:
+                self._report(failure)
+                return
+
+    def _report(self, failure: Failure) -> None:
+        try:
+            self._on_failure(failure)
+        except Exception:
+            log.exception("rank %d: %s; and handling that failed", self.rank, failure.text)
+
+    def _look(self, poller: Any) -> Failure | None:
+        # Pages before deaths: whoever gave up because of a death is not blamed for it. And the pages of the dead once
+        # more: one may have given its reason in between.
+        pages = {rank: self._pages.read(rank) for rank in self._peer_of_fd.values()}
+        dead = [self._peer_of_fd[fd] for fd, _ in poller.poll(0) if fd in self._peer_of_fd]
+        pages.update({rank: self._pages.read(rank) for rank in dead})
+        return self._lost(dead, pages) or self._gave_up(pages) or self._strayed(pages) or self._stalled(pages)
+
+    def _lost(self, dead: list[int], pages: dict[int, Status]) -> Failure | None:
+        for rank in dead:
+            if pages[rank].state is State.RUNNING:
+                latest = pages[rank].latest
+                did = f"it had begun {latest}" if latest else "it had begun no call"
+                cause = f"rank {rank} (process {self._pids[rank]}) ended; {did}"
+                return Failure(FailureKind.LOST, rank, cause, self._here())
+        return None
+
+    def _gave_up(self, pages: dict[int, Status]) -> Failure | None:
+        """The rank at fault before those that gave up because of it, who pass its words on."""
+        gave_up = [(rank, status) for rank, status in pages.items() if status.state is State.GAVE_UP]
+        for rank, status in sorted(gave_up, key=lambda one: one[0] != one[1].at_fault):
+            cause = f"rank {rank} gave up: {status.reason}" if status.at_fault == rank else status.reason
+            return Failure(FailureKind.LOST, status.at_fault, cause, self._here())
+        return None
+
+    def _strayed(self, pages: dict[int, Status]) -> Failure | None:
+        own = self._pages.read(self.rank).begun
+        for rank, status in pages.items():
+            for call in sorted(own.keys() & status.begun.keys()):
+                mine, theirs = own[call], status.begun[call]
+                if mine != theirs:
+                    cause = f"rank {self.rank} is at {_told(mine)}, but rank {rank} at {_told(theirs)}"
+                    return Failure(FailureKind.MISMATCH, rank, f"{cause}; every rank must make the same calls")
+        return None
+
+    def _stalled(self, pages: dict[int, Status]) -> Failure | None:
+        if self._completed is not None:
+            self.end(self._completed())
+        current, waited = self._current, time.monotonic() - self._progress_at
+        if current is None or self._done >= current.call or waited < self._stall_timeout:
+            return None
+        waiting_for = self._done + 1
+        late = [rank for rank, status in pages.items() if max(status.begun, default=0) < waiting_for]
+        told = [f"rank {rank} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
+        why = "; ".join(told) or "every rank has begun it"
+        cause = f"rank {self.rank} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
+        return Failure(FailureKind.STALL, late[0] if late else self.rank, cause)
+
+    def _here(self) -> str:
+        return f"rank {self.rank} is at {self._current}" if self._current else ""
+
+
+def _told(entry: Entry) -> str:
+    return f"{entry} of plan {entry.plan}" if entry.plan else str(entry)

@@ -1,0 +1,263 @@
+"""The pipelined exchange: bit-equal to the sequential path, call after call, under random delays.
+
+Real processes, real shared memory, real blocking waits. Without a GPU over `host`; with one, the ranks share it over
+`ipc`, and the delays are left to the device.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from tests.multi_gpu.ranks import RankEnv
+from usp.attention import sdpa
+from usp.ipc.host import HostProvider
+from usp.ipc.host_engine import HostEngine
+from usp.ipc.rendezvous import GroupRendezvous
+from usp.layout import MeshShape, split_counts, split_offsets
+from usp.mesh import Axis, make_mesh
+from usp.pipeline import PipelinedExchange
+from usp.ulysses import UlyssesAttention
+
+
+def each_head(q, k, v):
+    """Attention whose bits cannot depend on which heads are launched together, on any device."""
+    ratio = q.shape[2] // k.shape[2]
+    heads = [
+        sdpa(q[:, :, h : h + 1], *(x[:, :, h // ratio : h // ratio + 1] for x in (k, v))) for h in range(q.shape[2])
+    ]
+    return torch.cat(heads, dim=2)
+
+
+class Into:
+    """Attention that writes to its place, as FA3 does."""
+
+    writes_out = True
+
+    def __call__(self, q, k, v, *, out=None):
+        result = each_head(q, k, v)
+        return result if out is None else out.copy_(result)
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    heads: int
+    kv_heads: int
+    groups: int = 2
+    batch: int = 1
+    prefix: int = 0
+    suffix: int = 0
+    direct: bool = True
+    attend_streams: int = 1
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 8
+    strided: bool = True
+
+
+SHAPES = [
+    Shape(45, 5, 5),
+    Shape(45, 6, 6, groups=3, direct=False, attend_streams=2),
+    Shape(30, 8, 4, groups=2, batch=2, prefix=5),
+    Shape(7, 12, 4, groups=3, batch=3, suffix=3, direct=False, dtype=torch.bfloat16),
+    Shape(3, 7, 7, groups=5, attend_streams=2, dtype=torch.float16, strided=False),
+    Shape(1, 4, 4, groups=1, prefix=2, suffix=4, direct=False),
+    Shape(64, 3, 3, groups=2, batch=2, attend_streams=2),
+]
+
+
+def delays(seed: int) -> Callable[[str], None]:
+    """Random sleeps of up to a millisecond before some operations, an own sequence for each stream."""
+    sources: dict[str, random.Random] = {}
+
+    def delay(stream: str) -> None:
+        source = sources.setdefault(stream, random.Random(f"{seed} {stream}"))
+        if source.random() < 0.3:
+            time.sleep(source.random() * 1e-3)
+
+    return delay
+
+
+def pipelined(
+    env: RankEnv, axis: Axis, shape: Shape, *, delay: Callable[[str], None] | None = None, **others: float
+) -> UlyssesAttention:
+    if env.device == "cuda":
+        from usp.ipc.cuda import CudaProvider
+        from usp.ipc.cuda_engine import CudaEngine
+
+        provider, make_engine = CudaProvider(torch.device("cuda", 0)), CudaEngine
+    else:
+        provider, make_engine = HostProvider(), partial(HostEngine, delay=delay)
+    exchange = PipelinedExchange(
+        shape.tokens,
+        axis=axis,
+        rendezvous=GroupRendezvous(axis.group),
+        provider=provider,
+        make_engine=make_engine,
+        num_groups=shape.groups,
+        attend_streams=shape.attend_streams,
+        **others,
+    )
+    return UlyssesAttention(exchange, attention=Into() if shape.direct else each_head)
+
+
+def inputs(env: RankEnv, shape: Shape, generator: torch.Generator) -> tuple[list[torch.Tensor], dict]:
+    """This rank's q, k, v, a slice of a fused projection's output, and its own heads of prefix and suffix."""
+    own = split_counts(shape.tokens, env.world)[env.rank]
+    start = split_offsets(split_counts(shape.tokens, env.world))[env.rank]
+    counts = [shape.heads, shape.kv_heads, shape.kv_heads]
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(env.device, shape.dtype)
+
+    fused = draw(shape.batch, shape.tokens, sum(counts), shape.head_dim)[:, start : start + own]
+    qkv = list(fused.split(counts, dim=2))
+    if not shape.strided:
+        qkv = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv]
+    kv_counts = split_counts(shape.kv_heads, env.world)
+    first = split_offsets(kv_counts)[env.rank]
+    ends = {}
+    for name, length in (("prefix_kv", shape.prefix), ("suffix_kv", shape.suffix)):
+        whole = [draw(shape.batch, length, shape.kv_heads, shape.head_dim) for _ in "kv"]
+        if length:
+            ends[name] = tuple(x[:, :, first : first + kv_counts[env.rank]] for x in whole)
+    return qkv, ends
+
+
+def check_calls(env: RankEnv, shape: Shape, calls: int, seed: int) -> None:
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    generator = torch.Generator().manual_seed(seed)
+    attn = pipelined(env, axis, shape, delay=delays(seed + env.rank))
+    with attn.exchange:
+        for call in range(calls):
+            (q, k, v), ends = inputs(env, shape, generator)
+            expected = attn.plain(q, k, v, **ends)
+            found = attn(q, k, v, **ends)
+            assert found.dtype == expected.dtype and torch.equal(found, expected), f"call {call} of {shape}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+def test_pipelined_equals_sequential_call_after_call_under_random_delays(ranks, world: int, shape: Shape) -> None:
+    ranks(world).run(check_calls, shape, 50 if world == 2 else 12, random.randrange(2**31))
+
+
+def test_six_ranks_with_fewer_heads_than_groups_want(ranks) -> None:
+    ranks(6).run(check_calls, Shape(45, 7, 7, groups=2), 6, 1)
+    ranks(6).run(check_calls, Shape(4, 12, 6, groups=2, direct=False), 6, 2)
+
+
+def check_plans_in_turn(env: RankEnv, seed: int) -> int:
+    """Shapes change from call to call: growth, a smaller plan in a larger arena, and back."""
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    generator = torch.Generator().manual_seed(seed)
+    attn = pipelined(env, axis, SHAPES[0], delay=delays(seed + env.rank))
+    arenas = set()
+    with attn.exchange:
+        for heads, batch in ((4, 1), (8, 2), (4, 1), (4, 1), (6, 3), (8, 2), (5, 1)):
+            (q, k, v), _ = inputs(env, Shape(45, heads, heads, batch=batch), generator)
+            for _ in range(3):
+                assert torch.equal(attn(q, k, v), attn.plain(q, k, v))
+            arenas.add(attn.exchange._epoch)
+    return len(arenas)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plans_follow_each_other_in_one_arena_which_grows_when_it_must(ranks, world: int) -> None:
+    assert ranks(world).run(check_plans_in_turn, 5) == [3] * world
+
+
+def check_views(env: RankEnv) -> None:
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    attn = pipelined(env, axis, SHAPES[0])
+    with attn.exchange:
+        (q, k, v), _ = inputs(env, SHAPES[0], torch.Generator().manual_seed(0))
+        filled_with: list[int] = []
+
+        def fill_all(blocks) -> None:
+            filled_with.append(len(blocks))
+            for block in blocks:
+                block.q_dst.copy_(q[:, :, block.head_start : block.head_start + block.head_count])
+                block.k_dst.copy_(k[:, :, block.kv_head_start : block.kv_head_start + block.kv_head_count])
+
+        expected = attn.plain(q, k, v)
+        view = attn.filled(v, fill_all, num_heads=q.shape[2])
+        owned = attn(q, k, v)
+        assert torch.equal(view, expected) and torch.equal(owned, expected)
+        arena, plan = attn.exchange.arena, attn.exchange.plan
+        memory = range(arena.base[env.rank], arena.base[env.rank] + arena.nbytes[env.rank])
+        assert view.data_ptr() in memory and owned.data_ptr() not in memory
+        assert filled_with == [sum(len(plan.groups(rank)) for rank in range(env.world))], "every block, in one go"
+
+
+def test_filled_returns_a_view_of_the_arena_and_a_call_an_owned_copy(ranks) -> None:
+    ranks(2).run(check_views)
+
+
+def check_waits_sleep(env: RankEnv) -> float:
+    """Rank 1 comes a second late; rank 0 waits for it in the kernel. CPU seconds that rank 0 burnt meanwhile."""
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    attn = pipelined(env, axis, SHAPES[0])
+    with attn.exchange:
+        (q, k, v), _ = inputs(env, SHAPES[0], torch.Generator().manual_seed(0))
+        attn(q, k, v)
+        time.sleep(1.0 * env.rank)
+        before = time.process_time()
+        attn(q, k, v)
+        burnt = time.process_time() - before
+        assert threading.active_count() < 12
+    return burnt
+
+
+def test_waiting_for_a_late_peer_burns_no_cpu(ranks) -> None:
+    assert ranks(2).run(check_waits_sleep)[0] < 0.2
+
+
+def check_mismatch(env: RankEnv) -> str:
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    attn = pipelined(env, axis, SHAPES[0])
+    try:
+        (q, k, v), _ = inputs(env, Shape(45, 4 + env.rank, 4 + env.rank), torch.Generator().manual_seed(0))
+        attn(q, k, v)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        attn.exchange.close()
+    return "nothing raised"
+
+
+def test_different_plans_raise_on_every_rank_and_name_both(ranks) -> None:
+    said = ranks(2).run(check_mismatch)
+    assert any(text.startswith("PlanMismatchError: rank ") for text in said), said
+    assert all(
+        text.startswith(("PlanMismatchError", "PeerLostError")) and text.count("of plan") == 2 for text in said
+    ), said
+
+
+def check_broken(env: RankEnv) -> list[str]:
+    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    attn, said = pipelined(env, axis, SHAPES[0]), []
+    (_, _, v), _ = inputs(env, SHAPES[0], torch.Generator().manual_seed(0))
+
+    def fill_all(blocks) -> None:
+        raise RuntimeError("the norm failed")
+
+    for _ in range(2):
+        try:
+            attn.filled(v, fill_all, num_heads=5)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    attn.exchange.close()
+    attn.exchange.close()
+    return said
+
+
+def test_an_exchange_that_failed_in_a_call_refuses_further_use(ranks) -> None:
+    first, second = ranks(2).run(check_broken)[0]
+    assert first == "RuntimeError: the norm failed"
+    assert second.startswith("ExchangeBrokenError: an earlier call failed: RuntimeError('the norm failed')")
