@@ -9,16 +9,16 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from usp.launch.world import World
+from usp.launch.world import FAILURE_CLAIM, World
 
 STORE_SECONDS = 3.0  # for one question to the store
 PRINTED_SECONDS = 5.0  # for the speaking rank to have printed
-_CLAIM, _PRINTED = "usp/failure/claim", "usp/failure/printed"
+_PRINTED = "usp/failure/printed"
 
 
 def claim(store: Any, world: World, *, seconds: float = STORE_SECONDS) -> int | None:
     """The rank that speaks, which is this one unless another has claimed before; None if the store does not answer."""
-    winner = _bounded(lambda: store.compare_set(_CLAIM, "", str(world.rank)), seconds)
+    winner = _bounded(lambda: store.compare_set(FAILURE_CLAIM, "", str(world.rank)), seconds)
     return None if winner is None else int(winner)
 
 

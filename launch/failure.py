@@ -12,29 +12,50 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from usp.errors import UserError
+from usp.ipc.errors import PeerLostError
 from usp.launch.claim import await_printed, claim, mark_printed
 from usp.launch.guard import Guard
-from usp.launch.world import World
+from usp.launch.world import World, flush_output, open_store
 
 log = logging.getLogger(__name__)
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130  # exit codes
 HOST_SECONDS = 2.0  # for rank 0 to speak and its launcher to end the rest
+OTHER_HOSTS_SECONDS = 20.0  # for the ranks of other hosts to come to the store
 FIRST_SECONDS = 1.0  # head start of the rank that fails by itself over those that lose contact with it
 
 # Words of the backends' errors when the other end of a connection has gone; they all raise plain RuntimeError.
-_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused", "connection was likely closed")
+_LOST = (
+    *("connection closed", "connection reset", "broken pipe", "connection refused", "connection was likely closed"),
+    *("connection timed out", "no route to host", "network is unreachable", "timed out waiting"),
+)
 _LOST_PLACES = ("gloo", "nccl", "tcpstore", "store", "socket")
 
 
 def fail_early(world: World, error: BaseException) -> int:
-    """Print a fault found before the ranks share a store; the exit code."""
+    """Print a fault found before the ranks share a store; the exit code.
+
+    Ranks of other hosts, which no launcher ends, learn it from the store that they are about to meet on.
+    """
+    store = _store_of_other_hosts(world)
+    if store is not None:
+        return report_failure(store, world, error, "starting")
     time.sleep(_turn(world))
     _print(_message(error, world, "starting"))
     return _exit_code(error)
+
+
+def _store_of_other_hosts(world: World) -> Any:
+    if not world.several_hosts or world.launcher != "torchrun":
+        return None
+    try:
+        return open_store(world, timeout=timedelta(seconds=OTHER_HOSTS_SECONDS))
+    except Exception:  # nobody is there to be told
+        return None
 
 
 def fail(guard: Guard, error: BaseException) -> NoReturn:
@@ -70,7 +91,7 @@ def is_lost_contact(error: BaseException) -> bool:
         return False
     import torch.distributed as dist
 
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError | PeerLostError):
         return True
     text = str(error).lower()
     backend = isinstance(error, dist.DistBackendError) or any(place in text for place in _LOST_PLACES)
@@ -107,17 +128,15 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # nobody may be reading; the process has to end all the same
-        sys.stdout.flush()
+    flush_output()
+    with suppress(OSError, AttributeError):  # nobody may be reading; the process has to end all the same
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
 def _end(world: World, code: int) -> NoReturn:
     """Leave at once; under mpirun also end the ranks that wait for this one inside MPI."""
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    flush_output()
     if world.launcher == "mpirun":
         _abort_mpi(code)
     os._exit(code)

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> Flags:
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    return any(argument in ("-h", "--help") for argument in argv)
+    return any(argument in ("-h", "--help") for argument in join_values(argv, build_parser()))
 
 
 def without_flag(argv: Sequence[str], name: str) -> list[str]:

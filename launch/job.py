@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ def _facts(request: Request) -> dict[str, object]:
         "negative_prompt": _digest(request.negative_prompt),
         "usp": usp.__version__,
         "torch": torch.__version__,
+        "diffusers": version("diffusers"),  # its scheduler runs on every rank
     }
     facts["prompt"] = _digest(request.prompts) if request.prompt_file is None else "in a file"  # rank 0 alone reads it
     return facts | {name: getattr(request, name) for name in SAME_SETTINGS}

@@ -5,6 +5,7 @@ On a terminal the line is redrawn in place; in a log each report is a line of it
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -52,17 +53,20 @@ class Progress(NoProgress):
     def close(self) -> None:
         """End the line on a terminal. May be called twice."""
         if self._is_line_open:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._is_line_open = False
 
     def _show(self, elapsed: float) -> None:
         from tqdm import tqdm
 
         text = tqdm.format_meter(self._done, self._total, elapsed, unit="step", prefix=self._label, bar_format=FORMAT)
-        self._stream.write(f"\r{text}\x1b[K" if self._in_place else f"{text}\n")
-        self._stream.flush()
+        self._write(f"\r{text}\x1b[K" if self._in_place else f"{text}\n")
         self._is_line_open = self._in_place
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # nobody reads any more; the video is still wanted
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def open_progress(total: int, *, rank: int, label: str) -> NoProgress:

@@ -14,7 +14,7 @@ from usp.launch.phases import Phases
 from usp.launch.report import encode_report, run_facts
 from usp.launch.request import Request
 from usp.launch.session import Ranks, Session
-from usp.launch.world import World, start_process_group, stop_process_group
+from usp.launch.world import World, open_store, start_process_group, stop_process_group
 from usp.transport import Transport, choose_transport, make_exchange, mesh_of
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ def run(request: Request, world: World, guard: Guard) -> None:
 def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> None:
     with phases.phase("meeting the other ranks"):
         device = prepare_device(request, world)
-        guard.store = start_process_group(world, backend=backends(device), timeout=PATIENCE)
+        guard.store = open_store(world)
+        start_process_group(world, guard.store, backend=backends(device), timeout=PATIENCE)
         job = agree_on_job(request)
         transport = choose_transport(request.exchange, shape=request.mesh, device=device)
         mesh = mesh_of(transport, request.mesh)

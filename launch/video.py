@@ -147,7 +147,8 @@ def _check_finite(values: NDArray[np.floating[Any]]) -> None:
         if bad:
             raise UserError(
                 f"frame {frame} of {len(values)} holds {bad} of {values[frame].size} values that are NaN or infinite "
-                f"({np.count_nonzero(num_bad)} such frames in all), so no video is written; try --dtype bf16 or fp32"
+                f"({np.count_nonzero(num_bad)} such frames in all), so no video is written; "
+                "a smaller guidance or shift, or a wider --dtype, may help"
             )
 
 

@@ -7,7 +7,9 @@ port and tells the others, and a single process needs none. So any number of job
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -30,6 +32,10 @@ _OPENMPI = (
 )
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
+MEETING = timedelta(minutes=2)  # from the first rank to the last
+FAILURE_CLAIM = "usp/failure/claim"  # the key of the rank that speaks when the job fails
+_HERE = "usp/here/"
 
 
 @dataclass(frozen=True)
@@ -73,19 +79,39 @@ def detect_world(environ: Mapping[str, str]) -> World:
     return SINGLE
 
 
-def start_process_group(world: World, *, backend: str, timeout: timedelta) -> "Store":
-    """Join the default process group of torch.distributed; the store it was built on, for failure reports.
+def open_store(world: World, *, timeout: timedelta = MEETING) -> "Store":
+    """The store that all ranks of the job share, through the launcher's rendezvous."""
+    return _STORES[world.launcher](world, timeout)
 
-    `timeout` bounds the meeting and every later collective.
+
+def start_process_group(world: World, store: "Store", *, backend: str, timeout: timedelta) -> None:
+    """Join the default process group of torch.distributed; `timeout` is of its collectives.
+
+    Every rank comes within MEETING, or is named in an error; a failure that one has claimed ends the wait at once.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    store = _STORES[world.launcher](world, timeout)
+    _meet(world, store)
     dist.init_process_group(
         backend, store=PrefixStore("usp", store), rank=world.rank, world_size=world.size, timeout=timeout
     )
-    return store
+
+
+def _meet(world: World, store: "Store") -> None:
+    deadline = time.monotonic() + MEETING.total_seconds()
+    store.set(f"{_HERE}{world.rank}", "1")
+    missing = list(range(world.size))
+    while missing := [rank for rank in missing if not store.check([f"{_HERE}{rank}"])]:
+        if store.check([FAILURE_CLAIM]):
+            raise RuntimeError("another rank failed before the ranks had met")
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, missing))
+            raise UserError(
+                f"rank {ranks} of {world.size} did not come within {MEETING.total_seconds():.0f} s; "
+                "look for its message, or start all ranks at about the same time"
+            )
+        time.sleep(0.02)
 
 
 def stop_process_group() -> None:
@@ -101,9 +127,15 @@ def start_ranks(nproc: int, argv: Sequence[str]) -> NoReturn:
     # one thread per rank is what each rank sets for itself; saying so here keeps the launcher from warning about it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os.execv(sys.executable, [sys.executable, *launcher, *program_words(), *argv])
+
+
+def flush_output() -> None:
+    """Of a stream that is closed or that nobody reads, nothing is expected any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):
+            stream.flush()
 
 
 def program_words() -> list[str]:

@@ -123,7 +123,7 @@ def _title(sheet: Sheet, timeline: Timeline, call: int) -> None:
     title = f"Head groups {groups} on {shape}"
     size = next((size for size in (30, 24, 18) if text_width(title, size) <= WIDTH - 2 * MARGIN), 13)
     sheet.text(MARGIN, MARGIN // 2 + 24, title, size=size)
-    sheet.text(MARGIN, MARGIN // 2 + 68, "   |   ".join(_key_numbers(overlap)), size=21, colour=PALE)
+    sheet.text(MARGIN, MARGIN // 2 + 68, "   |   ".join(_key_numbers(overlap)), size=22, colour=PALE)
     labels = sorted({event.label for event in timeline.events if event.op.kind in (*KERNELS, *COPIES)})
     sheet.text(WIDTH - MARGIN, MARGIN // 2 + 68, f"durations {' and '.join(labels)}", size=17, colour=PALE, anchor="rm")
 

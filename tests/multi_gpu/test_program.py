@@ -117,3 +117,16 @@ def test_every_launchers_job_says_what_it_does_once(launched):
     for run in launched.runs.values():
         assert len(run.lines("no --prompt, so the default one")) == 1
         assert len(run.lines("mesh cfg")) == 1
+
+
+@pytest.mark.parametrize("bad_first", [True, False])
+def test_a_host_that_fails_its_checks_ends_the_other_one_too(tmp_path, bad_first):
+    """One message among both hosts; nobody waits for ranks that will never come."""
+    with Programs(tmp_path) as programs:
+        agent = torchrun_agent(2, 1, port=free_port(), job=uuid4().hex)
+        flags = [[GENERATE, "--prompt=boat"], [GENERATE, "--prompt=boat", "--ckpt_dir=missing/folder/here"]]
+        started = [programs.start(*agent, *one) for one in (flags[::-1] if bad_first else flags)]
+        runs = [program.wait() for program in started]
+    assert all(run.code != 0 and run.seconds < 30 for run in runs), [(run.code, run.seconds) for run in runs]
+    assert sum(run.said.count("there is no folder 'missing/folder/here'") for run in runs) == 1, runs
+    assert sum(run.said.count("failed while") for run in runs) == 0, runs

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
 from tests.multi_gpu.wan import Case, run_forward, run_sampling
 from tests.tiny import reference_pipeline, tiny_checkpoint
@@ -16,7 +17,6 @@ from usp.layout import MeshShape
 from usp.models.wan.checkpoint.folder import open_checkpoint
 from usp.models.wan.checkpoint.loader import load_text_encoder, load_tokenizer
 from usp.models.wan.clip import Clip
-from usp.models.wan.sampling import make_scheduler
 from usp.models.wan.text import encode_prompts
 
 CLIPS = {45: Clip(9, 48, 80), 30: Clip(5, 48, 80), 1: Clip(1, 16, 16)}
@@ -50,7 +50,7 @@ def _case(heads: int, tokens: int, steps: int, **settings: float) -> Case:
 def _reference_sampling(case: Case, heads: int) -> torch.Tensor:
     """The reference's own latents from the same prompt text and seed, its own tokenizer and text encoder included."""
     pipeline = _pipeline(heads)
-    pipeline.scheduler = make_scheduler(dict(pipeline.scheduler.config), shift=case.shift)
+    pipeline.scheduler = UniPCMultistepScheduler.from_pretrained(case.folder / "scheduler", flow_shift=case.shift)
     return pipeline(
         prompt=PROMPT,
         negative_prompt=NEGATIVE,
@@ -129,7 +129,7 @@ def test_guidance_of_one_computes_one_branch_and_idles_the_other_half(ranks) -> 
 
 
 def test_guidance_changes_the_result_at_each_value_but_for_the_skipped_branch(ranks) -> None:
-    """D14: what is asked for is what is computed, against the reference's own formula at 0 and 1."""
+    """D14."""
     latents = {
         guidance: ranks(1).run(
             run_sampling, MeshShape(1, 1), [_case(4, 45, 4, guidance_high=guidance, guidance_low=guidance)]

@@ -14,7 +14,8 @@ import pytest
 from tests.tiny import tiny_checkpoint, tiny_copy
 from usp.errors import CheckpointError, UserError
 from usp.models.wan.checkpoint.defaults import KEYS
-from usp.models.wan.checkpoint.folder import open_checkpoint, packaged_checkpoint, resolve_checkpoint
+from usp.models.wan.checkpoint.folder import open_checkpoint, packaged_checkpoint
+from usp.models.wan.checkpoint.hub import resolve_checkpoint
 
 LAYOUTS = ("diffusers", "original")
 

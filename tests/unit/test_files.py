@@ -93,11 +93,11 @@ def test_a_png_has_no_contact_sheet():
         ("--save_file a.png --frame_num 5", "one frame, not 5"),
         ("--save_latents a.pt", r"\.safetensors"),
         ("--save_file folder.mp4", "is a folder"),
-        ("--report folder.mp4", "is a folder"),
+        ("--report folder.json", "is a folder"),
+        ("--report a.txt", "the file is a .json"),
         ("--save_file file/a.mp4", "cannot write into the folder file"),
         ("--save_file /proc/a.mp4", "cannot write into the folder /proc"),
         ("--save_file /proc/new/a.mp4", "cannot write into the folder /proc/new"),
-        ("--save_file a.mp4 --report ./a.mp4", "two different files"),
         (f"--save_file {'x' * 250}.mp4", "takes 2.. bytes, but file systems take 255"),
         (f"--save_file {'雨' * 82}.mp4", "takes 2.. bytes, but file systems take 255"),
     ],
@@ -106,9 +106,25 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run(flags, words
     """D11."""
     monkeypatch.chdir(tmp_path)
     Path("folder.mp4").mkdir()
+    Path("folder.json").mkdir()
     Path("file").write_text("no folder")
     with pytest.raises(UserError, match=words):
         check_outputs(request(*flags.split()))
+
+
+def test_no_output_falls_on_another_one_or_on_an_input(tmp_path, monkeypatch):
+    """Of any prompt: the videos, their sheets, latents and rescued latents, the report, the prompt file."""
+    monkeypatch.chdir(tmp_path)
+    Path("two.json").write_text("a boat\na bird")
+    for flags in (
+        "--prompt_file two.json --report ./two.json",
+        "--save_file q.mp4 --save_latents q.latents.safetensors --report q.json --prompt_file q.json",
+        "--prompt_file two.json --save_file z.mp4 --save_latents z.mp4.safetensors --report two.json",
+    ):
+        Path("q.json").write_text("a boat")
+        with pytest.raises(UserError, match="is named for two different files"):
+            check_outputs(request(*flags.split()))
+    check_outputs(request(*["--save_file", "q.mp4", "--save_latents", "./q.latents.safetensors"]))
 
 
 @pytest.mark.parametrize("flags", ["", "--save_file new/deep/a.MP4", "--save_file a.png --frame_num 1 --report r.json"])
@@ -178,7 +194,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, guard, fi
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, call, fails)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"cannot write .*a\.mp4: No space left"):
         atomic_write(target, b"new", guard=guard)
     assert os.listdir(tmp_path) == ["a.mp4"]
     assert target.read_bytes() == b"old"

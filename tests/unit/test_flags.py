@@ -140,7 +140,7 @@ def test_a_wan22_command_is_taken_as_it_is():
         ("--task ti2v-5B", ["only text-to-video"]),
         ("--task s2v-14B", ["only text-to-video"]),
         ("--sample_solver dpm++", ["dpm++", "unipc"]),
-        ("--exchange ipc", ["nccl", "gloo"]),
+        ("--exchange mpi", ["ipc", "host", "nccl", "gloo"]),
         ("--use_prompt_extend", ["--use_prompt_extend", "as written"]),
         ("--image a.jpg", ["--image", "only text-to-video"]),
         ("--audio=a.wav", ["--audio", "only text-to-video"]),

@@ -303,7 +303,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
     assert request().device == "cpu"
     with pytest.raises(UserError, match="no GPU device file; use --device cpu"):
         request("--device", "cuda")
-    with pytest.raises(UserError, match=r"nccl .* use --exchange gloo"):
+    with pytest.raises(UserError, match=r"nccl .* use --exchange host or gloo"):
         request("--exchange", "nccl")
 
 

@@ -26,11 +26,12 @@ PROGRAM = textwrap.dedent("""
     def run(request, world, guard):
         from datetime import timedelta
         import torch, torch.distributed as dist
-        from usp.launch.world import start_process_group, stop_process_group
+        from usp.launch.world import open_store, start_process_group, stop_process_group
 
         guard.phase = "loading"
         Path(f"rank{world.rank}.pid").write_text(str(os.getpid()))
-        guard.store = start_process_group(world, backend="gloo", timeout=timedelta(seconds=50))
+        guard.store = open_store(world)
+        start_process_group(world, guard.store, backend="gloo", timeout=timedelta(seconds=50))
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total)
         guard.phase = "sampling"
