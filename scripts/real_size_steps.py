@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from usp.attention import sdpa
 from usp.layout import choose_mesh
-from usp.mesh import make_mesh
 from usp.models.wan.clip import Clip
 from usp.models.wan.config import TEXT_LEN, TransformerConfig, kept_in_fp32
 from usp.models.wan.parallel import ParallelDenoiser
 from usp.models.wan.sampling import Experts, Prompt, SamplingConfig, initial_noise, make_scheduler, sample
 from usp.models.wan.transformer import WanTransformer
+from usp.transport import Transport, choose_transport, make_exchange, mesh_of
 
 
 def random_expert(config: TransformerConfig, *, seed: int, device: torch.device) -> WanTransformer:
@@ -51,9 +51,24 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     width, height = map(int, args.size.split("*"))
     clip, config = Clip(args.frame_num, height, width), TransformerConfig(num_layers=args.layers)
     shape = choose_mesh(world=dist.get_world_size(), num_heads=config.num_heads, guided=True, cfg_size=args.cfg_size)
-    denoiser = ParallelDenoiser(
-        clip, config, mesh=make_mesh(shape, device_type="cpu"), attention=sdpa, device=device, dtype=torch.bfloat16
-    )
+    transport = choose_transport(args.exchange, shape=shape, device=device)
+    mesh = mesh_of(transport, shape)
+    with make_exchange(transport, clip.num_tokens, mesh=mesh, device=device) as exchange:
+        denoiser = ParallelDenoiser(
+            clip, config, mesh=mesh, exchange=exchange, attention=sdpa, device=device, dtype=torch.bfloat16
+        )
+        return measure(args, clip, config, denoiser, device, transport)
+
+
+def measure(
+    args: argparse.Namespace,
+    clip: Clip,
+    config: TransformerConfig,
+    denoiser: ParallelDenoiser,
+    device: torch.device,
+    transport: Transport,
+) -> dict[str, object]:
+    shape = denoiser.mesh.shape
     loaders = {"high": lambda: random_expert(config, seed=1, device=device)}
     loaders["low"] = lambda: random_expert(config, seed=2, device=device)
     experts = Experts(loaders, keep_one=False)
@@ -92,6 +107,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "frames": args.frame_num,
         "tokens": clip.num_tokens,
         "layers": args.layers,
+        "exchange": transport.name,
         "mesh": f"cfg {shape.cfg} x ulysses {shape.ulysses}",
         "dtype": "bf16",
         "s/step": times,
@@ -111,9 +127,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed one")
     parser.add_argument("--cfg_size", type=int, default=1)
+    parser.add_argument("--exchange", default="auto", choices=("auto", "ipc", "nccl", "gloo"))
     args = parser.parse_args()
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     result = run(args)

@@ -22,6 +22,8 @@ from usp.models.wan.text import encode_prompts
 CLIPS = {45: Clip(9, 48, 80), 30: Clip(5, 48, 80), 1: Clip(1, 16, 16)}
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (1, 3), (2, 3)]
 PROMPT, NEGATIVE = "A small boat crosses a wide river at noon", "blurred, static"
+HEADS_AND_TOKENS = [(4, 45), (4, 30), (6, 45), (6, 1)]
+EXCHANGES = ("gloo", "host")
 REFERENCE_FORWARD, REFERENCE_SAMPLING = 1e-5, 1e-4
 MESH_FORWARD, MESH_SAMPLING = 1e-5, 5e-5
 
@@ -43,7 +45,7 @@ def _states(heads: int) -> torch.Tensor:
     return encode_prompts(encoder, load_tokenizer(checkpoint), [PROMPT, NEGATIVE], dtype=torch.float32)
 
 
-def _case(heads: int, tokens: int, steps: int, **settings: float) -> Case:
+def _case(heads: int, tokens: int, steps: int, **settings: float | str) -> Case:
     return Case(_folder(heads), CLIPS[tokens], _states(heads), steps=steps, **settings)
 
 
@@ -146,3 +148,11 @@ def test_self_attention_alone_exchanges(ranks) -> None:
     case = _case(4, 45, 4)
     for _, counts in (answers[0] for answers in ranks(4).run(run_sampling, MeshShape(1, 4), [case])):
         assert counts.exchanges == 3 * 2 * counts.forwards  # two blocks
+
+
+@pytest.mark.parametrize(("cfg", "ulysses"), [(1, 2), (2, 2), (1, 4), (1, 3)])
+def test_the_pipelined_exchange_gives_a_sampling_the_bits_of_the_collective_one(ranks, cfg: int, ulysses: int) -> None:
+    cases = [_case(heads, tokens, 4, exchange=exchange) for heads, tokens in HEADS_AND_TOKENS for exchange in EXCHANGES]
+    found = ranks(cfg * ulysses).run(run_sampling, MeshShape(cfg, ulysses), cases)[0]
+    for index in range(0, len(cases), 2):
+        assert torch.equal(found[index][0], found[index + 1][0]), cases[index]

@@ -8,6 +8,7 @@ import torch
 
 from tests.multi_gpu.ranks import RankEnv
 from usp.attention import sdpa
+from usp.exchange import CollectiveExchange
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
 from usp.models.wan.checkpoint.folder import Checkpoint, open_checkpoint
@@ -17,6 +18,7 @@ from usp.models.wan.config import TransformerConfig
 from usp.models.wan.parallel import ParallelDenoiser
 from usp.models.wan.sampling import Experts, Prompt, SamplingConfig, initial_noise, make_scheduler, sample
 from usp.models.wan.transformer import WanTransformer
+from usp.transport import Transport, make_exchange
 
 CPU = torch.device("cpu")
 
@@ -33,6 +35,7 @@ class Case:
     guidance_high: float = 4.0
     guidance_low: float = 3.0
     seed: int = 1
+    exchange: str = "gloo"
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Counts:
 def run_sampling(env: RankEnv, shape: MeshShape, cases: list[Case]) -> list[tuple[torch.Tensor, Counts]]:
     """Final latents of each case on this mesh, and what this rank did for it."""
     mesh = make_mesh(shape, device_type="cpu")
-    return [_sample(case, mesh) for case in cases]
+    return [_sampled(case, mesh) for case in cases]
 
 
 def run_forward(
@@ -58,19 +61,30 @@ def run_forward(
     latent: torch.Tensor,
     states: torch.Tensor,
     timestep: float,
+    exchange: str = "gloo",
 ) -> torch.Tensor:
     """One unguided prediction for the whole clip."""
     _, model = _load(folder, "high")
-    denoiser = _denoiser(clip, model.config, make_mesh(shape, device_type="cpu"))
-    with torch.inference_mode():
+    mesh = make_mesh(shape, device_type="cpu")
+    with _exchange(exchange, clip, mesh) as swap, torch.inference_mode():
+        denoiser = _denoiser(clip, model.config, mesh, swap)
         return denoiser.predict(model, latent, timestep=timestep, guidance=1, prompt=Prompt(states, None))
 
 
-def _sample(case: Case, mesh: Mesh) -> tuple[torch.Tensor, Counts]:
+def _sampled(case: Case, mesh: Mesh) -> tuple[torch.Tensor, Counts]:
+    with _exchange(case.exchange, case.clip, mesh) as swap:
+        return _sample(case, mesh, swap)
+
+
+def _exchange(name: str, clip: Clip, mesh: Mesh) -> CollectiveExchange:
+    return make_exchange(Transport(name, "asked for", "gloo"), clip.num_tokens, mesh=mesh, device=CPU)
+
+
+def _sample(case: Case, mesh: Mesh, swap: CollectiveExchange) -> tuple[torch.Tensor, Counts]:
     checkpoint, high = _load(case.folder, "high")
     counts, seen = Counts(), []
     experts = Experts({name: lambda name=name: _load(case.folder, name)[1] for name in ("high", "low")}, keep_one=False)
-    denoiser = _denoiser(case.clip, high.config, mesh)
+    denoiser = _denoiser(case.clip, high.config, mesh, swap)
     _count_exchanges(denoiser, counts)
     hooks = [experts.get(name).register_forward_hook(lambda *_: _bump(counts)) for name in _names(checkpoint)]
     latents = sample(
@@ -87,16 +101,16 @@ def _sample(case: Case, mesh: Mesh) -> tuple[torch.Tensor, Counts]:
     return latents, replace(counts, experts=tuple(seen))
 
 
-def _denoiser(clip: Clip, config: TransformerConfig, mesh: Mesh) -> ParallelDenoiser:
-    return ParallelDenoiser(clip, config, mesh=mesh, attention=sdpa, device=CPU, dtype=torch.float32)
+def _denoiser(clip: Clip, config: TransformerConfig, mesh: Mesh, swap: CollectiveExchange) -> ParallelDenoiser:
+    return ParallelDenoiser(clip, config, mesh=mesh, exchange=swap, attention=sdpa, device=CPU, dtype=torch.float32)
 
 
 def _count_exchanges(denoiser: ParallelDenoiser, counts: Counts) -> None:
     plain = denoiser.exchange.scatter_heads
 
-    def counting(x: torch.Tensor) -> torch.Tensor:
+    def counting(x: torch.Tensor, **options: int) -> torch.Tensor:
         counts.exchanges += 1
-        return plain(x)
+        return plain(x, **options)
 
     denoiser.exchange.scatter_heads = counting  # type: ignore[method-assign]
 
