@@ -39,8 +39,9 @@ test: venv  ## every test that runs without a GPU in minutes
 test-long: venv  ## the tests that take many minutes
 	$(PYTHON) -m pytest -q -m 'long and not gpu'
 
-test-gpu: venv  ## the tests that need a CUDA device
+test-gpu: venv  ## the tests that need a CUDA device, and those of the exchange, whose ranks then share the GPUs
 	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q tests/multi_gpu/test_exchange.py tests/multi_gpu/test_pipeline.py
 
 lint: venv  ## style, formatting and types, without changing a file
 	$(PYTHON) -m ruff check .

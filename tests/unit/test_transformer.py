@@ -127,3 +127,15 @@ def test_the_final_projection_has_the_same_bits_on_any_number_of_ranks(rows: int
         for parts in (2, 3, 4, 8):
             cut = torch.cat([project_rows(layer, part) for part in x.split(split_counts(rows, parts), dim=1)], dim=1)
             assert torch.equal(whole, cut), f"{parts} parts, {dtype}"
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_norms_in_bf16_lose_no_more_than_rounding(scale: float) -> None:
+    """D16: over all heads together, whatever the size of the activations; on the GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = WanTransformer(TransformerConfig(num_layers=1, num_heads=4, head_dim=128, ffn_dim=64, text_dim=8))
+    norm = model.blocks[0].attn1.norm_q.to(device, torch.bfloat16)
+    x = (torch.randn(2, 50, 512, device=device) * scale).bfloat16()
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight.double()
+    # once for the normed value, once for its product with the weight: half a unit in the last place of 8 bits each
+    assert ((norm(x).double() - exact).abs() <= 2 * 2**-8 * exact.abs()).all()
