@@ -57,6 +57,7 @@ class Flags:
     cfg_size: int | None
     ulysses_size: int | None
     exchange: str
+    stall_timeout: float
     nproc: int | None
     device: str
     dtype: str | None
@@ -161,6 +162,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "auto",
         "what carries attention's exchange; auto: the first that can, of ipc, nccl, gloo on cuda and host, gloo on cpu",
     )
+    text = "of ipc and host: give up when an attention call is not done after so long (default: 300)"
+    _one(group, "stall_timeout", values.positive, "SECONDS", text, default=300.0)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

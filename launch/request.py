@@ -54,6 +54,7 @@ class Request:
     mesh: MeshShape
     device: Device
     dtype: Dtype
+    stall_timeout: float  # seconds
     exchange: Exchange  # as asked; the ranks choose together once they have met
     cpu_threads: int
     offload_model: bool  # keep one expert on the device
@@ -103,6 +104,7 @@ def resolve(flags: Flags, *, world: World, checkpoint: Checkpoint) -> Request:
         ),
         device=device,
         dtype=cast(Dtype, flags.dtype or ("bf16" if device == "cuda" else "fp32")),
+        stall_timeout=flags.stall_timeout,
         exchange=_exchange(flags.exchange, device),
         cpu_threads=flags.cpu_threads,
         offload_model=checkpoint.low is not None and _first(flags.offload_model, world.size == 1),

@@ -22,6 +22,7 @@ from usp.exchange import CollectiveExchange
 from usp.ipc.engine import Engine
 from usp.ipc.handle import boot_id, pid_namespace
 from usp.ipc.provider import Provider
+from usp.ipc.watchdog import STALL_TIMEOUT_S
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
 
@@ -74,7 +75,13 @@ def choose_transport(asked: Asked, *, shape: MeshShape, device: torch.device) ->
 
 
 def make_exchange(
-    transport: Transport, num_tokens: int, *, mesh: Mesh, device: torch.device, num_groups: int | None = None
+    transport: Transport,
+    num_tokens: int,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    num_groups: int | None = None,
+    stall_timeout: float = STALL_TIMEOUT_S,
 ) -> CollectiveExchange:
     """The exchange of this rank's Ulysses group, for a `with` block; one rank alone needs none. Collective."""
     if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
@@ -91,6 +98,7 @@ def make_exchange(
         provider=provider,
         make_engine=make_engine,
         num_groups=num_groups,
+        stall_timeout=stall_timeout,
     )
 
 

@@ -59,6 +59,16 @@ def test_a_fault_before_sampling_ends_the_ranks_that_wait(programs, launcher, fa
     assert left_over(run.folder) == []
 
 
+def test_a_rank_that_stands_still_is_named_after_the_stall_timeout(programs):
+    """Not one that is slow to load, since nothing waits for it in an exchange then."""
+    flags = [*FLAGS, "--cfg_size=1", "--stall_timeout=2"]
+    run = programs.start(*torchrun(2), FAULTY, *flags, FAULT="wait@step@1", REACHED="..").wait()
+    assert run.code != 0 and run.seconds < 30
+    (told,) = run.lines("rank 0 waits for call", "rank 1 has not begun it")
+    assert "StallError" in told and "step 1, layer 0" in told, run.said
+    assert left_over(run.folder) == []
+
+
 def test_a_users_mistake_found_late_is_its_message_alone(programs):
     run = start(programs, torchrun(2), "refuse@load@1").wait()
     assert run.code != 0

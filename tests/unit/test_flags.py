@@ -29,6 +29,7 @@ SETTINGS = {
     "cfg_size": ("--cfg_size 1", 1),
     "ulysses_size": ("--ulysses_size 3", 3),
     "exchange": ("--exchange gloo", "gloo"),
+    "stall_timeout": ("--stall_timeout 5", 5.0),
     "nproc": ("--nproc 4", 4),
     "device": ("--device cpu", "cpu"),
     "dtype": ("--dtype bf16", "bf16"),

@@ -118,6 +118,7 @@ NOT_COMPARED = {
     "save_latents": "rank 0 alone saves",
     "load_latents": "one process only",
     "report": "rank 0 alone reports",
+    "stall_timeout": "each rank's own patience",
     "notices": "follow from the flags",
 }
 
