@@ -41,8 +41,10 @@ def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> N
         transport = choose_transport(request.exchange, shape=request.mesh, device=device)
         mesh = mesh_of(transport, request.mesh)
     _announce(request, job, transport, device)
-    patience = {"stall_timeout": request.stall_timeout}
-    with make_exchange(transport, request.clip.num_tokens, mesh=mesh, device=device, **patience) as exchange:
+    exchange = make_exchange(
+        transport, request.clip.num_tokens, mesh=mesh, device=device, stall_timeout=request.stall_timeout
+    )
+    with exchange:
         ranks = Ranks(world.rank, mesh, exchange, device)
         videos = Session(request, job, ranks, phases=phases, guard=guard).make_videos()
         if request.report is not None and world.rank == 0:

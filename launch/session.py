@@ -5,6 +5,7 @@ Rank 0 alone encodes text, decodes and writes; every rank reaches every collecti
 
 import hashlib
 import logging
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from usp.attention import sdpa
 from usp.collectives import agree, broadcast_host
 from usp.exchange import CollectiveExchange
+from usp.launch.capture import capture_from
 from usp.launch.device import DTYPES, release_memory, synchronize
 from usp.launch.encode import encode_on_first_rank
 from usp.launch.files import output_paths
@@ -45,6 +47,7 @@ class Ranks:
 class Session:
     def __init__(self, request: Request, job: Job, ranks: Ranks, *, phases: Phases, guard: Guard) -> None:
         self.request, self.job, self.ranks, self.phases, self.guard = request, job, ranks, phases, guard
+        self.capture = capture_from(os.environ, num_steps=request.steps, device=ranks.device)
         self.experts = make_experts(request, ranks.device)
         self.scheduler: Any = None
         self.denoiser = ParallelDenoiser(
@@ -108,10 +111,12 @@ class Session:
             def before_step(step: int, expert: ExpertName) -> None:
                 self.phases.detail(f"sampling, step {step + 1} of {steps}, {expert}-noise expert")
                 self.ranks.exchange.at(step=step)
+                self.capture.before(step)
 
             def after_step(step: int, expert: ExpertName) -> None:
                 synchronize(device)
                 self.ranks.exchange.check()
+                self.capture.after(step)
                 marks.append(time.perf_counter())
                 progress.advance()
 

@@ -11,31 +11,21 @@ from typing import cast
 import torch
 
 from usp.attention import Attention, AttentionInto
+from usp.destinations import FillBlock, FillBlocks, HeadRun, head_table
+from usp.exchange import dense_heads
 from usp.ipc.arena import Arena
 from usp.ipc.engine import Block, Engine, PreparedCopy
+from usp.kernels import load_place_heads
+from usp.kernels.reference import place_heads_reference
 from usp.placement import Piece, Placement, flag_offset
 from usp.plan import AttentionPlan
+from usp.ranges import Ranges
 from usp.schedule import Kind, Op, Region, build, slot_rows
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class FillBlock:
-    """Where the fill writes the rows of q and k for one run of heads: own slot rows, or a peer's send block.
-
-    `q_dst` is [B, S_r, head_count, D]; `k_dst` [B, S_r, kv_head_count, D] starts at key/value head `kv_head_start`.
-    """
-
-    head_start: int
-    head_count: int
-    q_dst: torch.Tensor
-    k_dst: torch.Tensor
-    kv_head_start: int
-    kv_head_count: int
-
-
-FillAll = Callable[[list[FillBlock]], None]
+FillAll = Callable[[FillBlocks], None]
 
 
 @dataclass
@@ -56,7 +46,17 @@ Step = Callable[[Call], None]
 class Executor:
     """A plan, ready to run at one rank of an arena."""
 
-    def __init__(self, plan: AttentionPlan, *, arena: Arena, engine: Engine, attention: Attention) -> None:
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        *,
+        arena: Arena,
+        engine: Engine,
+        attention: Attention,
+        place_kernel: bool = False,
+        ranges: Ranges | None = None,
+    ) -> None:
+        self.place_kernel = place_kernel
         self.plan, self.rank, self.arena, self.engine, self.attention = plan, arena.rank, arena, engine, attention
         self.places = [Placement(plan, rank) for rank in range(plan.num_ranks)]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
@@ -79,7 +79,7 @@ class Executor:
             Kind.RETURN: self._return,
         }
         self.ops = [op for op in build(plan, self.rank) if op.kind in makers]
-        self.steps: list[Step] = [makers[op.kind](op) for op in self.ops]
+        self.steps: list[Step] = (ranges or Ranges()).steps(self.ops, [makers[op.kind](op) for op in self.ops])
 
     def run(self, call: Call) -> torch.Tensor:
         """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
@@ -111,14 +111,15 @@ class Executor:
 
     def _place(self, op: Op) -> Step:
         if op.what == "v":
-            return lambda call: self.engine.launch(op.stream, lambda: self._place_own_v(call.v))
+            place = self._placer_of_own_v()
+            return lambda call: self.engine.launch(op.stream, lambda: place(call.v))
         return lambda call: self.engine.launch(op.stream, lambda: self._place_ends(call))
 
-    def _place_own_v(self, v: torch.Tensor) -> None:
-        top, bottom = slot_rows(self.plan, "v", self.rank)
-        for group in self.plan.groups(self.rank):
-            heads = slice(group.kv_start, group.kv_start + group.kv_count)
-            self.views["slot", "v", group.index][:, top:bottom].copy_(v[:, :, heads])
+    def _placer_of_own_v(self) -> Callable[[torch.Tensor], None]:
+        rows = slice(*slot_rows(self.plan, "v", self.rank))
+        groups = self.plan.groups(self.rank)
+        runs: list[HeadRun] = [(group.kv_start, self.views["slot", "v", group.index][:, rows]) for group in groups]
+        return make_placer(runs, num_heads=self.plan.num_kv_heads, by_kernel=self.place_kernel)
 
     def _place_ends(self, call: Call) -> None:
         """Prefix and suffix hold this rank's own key/value heads only."""
@@ -233,8 +234,8 @@ class Executor:
         view = self.views[region.buffer][:, slice(*region.rows)]
         return view[:, :, slice(*region.cols)] if region.buffer == ("out",) else view
 
-    def _fill_blocks(self) -> list[FillBlock]:
-        plan, blocks = self.plan, []
+    def _fill_blocks(self) -> FillBlocks:
+        plan, blocks = self.plan, FillBlocks()
         for rank in (self.rank, *plan.peers(self.rank)) if plan.token_counts[self.rank] else ():
             for group in plan.groups(rank):
                 q, k = (self._fill_view(what, rank, group.index) for what in "qk")
@@ -253,12 +254,31 @@ def _row_by_row(source: Piece, sample: int, target: Piece) -> Piece:
     return Piece(source.offset + sample * source.pitch, target.width, target.width, target.height)
 
 
+def make_placer(runs: list[HeadRun], *, num_heads: int, by_kernel: bool) -> Callable[[torch.Tensor], None]:
+    """What copies those of x's heads that are in a run: one launch for all runs, or one torch copy for each."""
+    if not by_kernel:
+        return lambda x: place_heads_reference(x, runs)
+    place_heads, table = load_place_heads(), head_table(runs, num_heads=num_heads)
+    return lambda x: place_heads(x, table)
+
+
 def fill_from(q: torch.Tensor, k: torch.Tensor) -> FillAll:
     """A fill that copies q and k [B, S_r, heads, D], for callers whose norm and RoPE have written them already."""
 
-    def fill(blocks: list[FillBlock]) -> None:
-        for block in blocks:
-            block.q_dst.copy_(q[:, :, block.head_start : block.head_start + block.head_count])
-            block.k_dst.copy_(k[:, :, block.kv_head_start : block.kv_head_start + block.kv_head_count])
+    def fill(blocks: FillBlocks) -> None:
+        place_heads_reference(q, [(block.head_start, block.q_dst) for block in blocks])
+        place_heads_reference(k, [(block.kv_head_start, block.k_dst) for block in blocks])
+
+    return fill
+
+
+def fill_by_kernel(q: torch.Tensor, k: torch.Tensor) -> FillAll:
+    """As `fill_from`, in two launches whatever the ranks and groups."""
+    place_heads = load_place_heads()
+
+    def fill(blocks: FillBlocks) -> None:
+        blocks.tables.check(q=q, k=k)
+        place_heads(dense_heads(q), blocks.tables.q)
+        place_heads(dense_heads(k), blocks.tables.k)
 
     return fill

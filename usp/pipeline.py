@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from usp.attention import Attention, writes_out
 from usp.exchange import CollectiveExchange, dense_heads
@@ -22,6 +23,7 @@ from usp.ipc.watchdog import STALL_TIMEOUT_S, Failure, Watchdog
 from usp.mesh import Axis
 from usp.placement import arena_sizes, flag_offsets
 from usp.plan import AttentionPlan, make_plan
+from usp.ranges import Ranges, layer_name, ranges_from, who
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,9 @@ class ExchangeBrokenError(RuntimeError):
 class PipelinedExchange(CollectiveExchange):
     """Swaps tokens for heads over one mesh axis whose ranks share a host. `with` it, or `close()` it, on every rank.
 
-    `num_groups` overrides the rule for head groups. The first call of a shape, and every change of shape, is collective
-    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on.
+    `num_groups` overrides the rule for head groups; `place_kernel` places own v rows in one Triton launch, not in one
+    copy a group. The first call of a shape, and every change of shape, is collective on the CPU and may enlarge the
+    arena; what an earlier call returned is invalid from then on.
 
     A rank that dies, gives up or strays, and an issued call that is not done within `stall_timeout` seconds, break the
     exchange on every rank: waits are released, and calls and `check` raise PeerLostError, StallError or
@@ -56,8 +59,13 @@ class PipelinedExchange(CollectiveExchange):
         num_groups: int | None = None,
         attend_streams: int = 1,
         stall_timeout: float = STALL_TIMEOUT_S,
+        place_kernel: bool = False,
+        ranges: Ranges | None = None,
     ) -> None:
         super().__init__(num_tokens, axis=axis)
+        self.place_kernel = place_kernel
+        self.ranges = ranges_from(os.environ) if ranges is None else ranges
+        self._who = who(dist.get_rank(), dist.get_process_group_ranks(axis.group))
         self.num_groups, self.attend_streams = num_groups, attend_streams
         self._rendezvous, self._provider = rendezvous, provider
         self.engine = make_engine()
@@ -104,7 +112,8 @@ class PipelinedExchange(CollectiveExchange):
                 self._change_plan(plan)
             executor = self._executor(plan, attention)
             self._number = (self._number + 1) % CYCLE
-            result = executor.run(Call(self._number, v, fill, prefix_kv, suffix_kv))
+            with self.ranges.range(layer_name(self._layer, self._who)):
+                result = executor.run(Call(self._number, v, fill, prefix_kv, suffix_kv))
             self.engine.signal(MAIN, self._done.data_ptr(), self._calls)
         except BaseException as error:
             self._give_up(error)
@@ -211,7 +220,14 @@ class PipelinedExchange(CollectiveExchange):
         key = plan.hash, id(attention)
         if key not in self._executors:
             assert self.arena is not None
-            self._executors[key] = Executor(plan, arena=self.arena, engine=self.engine, attention=attention)
+            self._executors[key] = Executor(
+                plan,
+                arena=self.arena,
+                engine=self.engine,
+                attention=attention,
+                place_kernel=self.place_kernel,
+                ranges=self.ranges,
+            )
         return self._executors[key]
 
     def _change_plan(self, plan: AttentionPlan) -> None:

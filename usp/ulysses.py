@@ -10,8 +10,9 @@ Shapes: B batch, S tokens of the clip, S_r tokens of rank r, H query heads, K ke
 import torch
 
 from usp.attention import Attention
+from usp.destinations import FillBlock, FillBlocks
 from usp.exchange import CollectiveExchange
-from usp.execute import FillAll, FillBlock, KeyValue, fill_from
+from usp.execute import FillAll, KeyValue, fill_from
 from usp.pipeline import PipelinedExchange
 
 
@@ -57,8 +58,8 @@ class UlyssesAttention:
             ends = {"prefix_kv": prefix_kv, "suffix_kv": suffix_kv}
             return self.exchange.attend(self.attention, v_bskd, fill_all, num_heads=num_heads, **ends)
         batch, num_own, num_kv_heads, head_dim = v_bskd.shape
-        q, k = v_bskd.new_empty(batch, num_own, num_heads, head_dim), torch.empty_like(v_bskd)
-        fill_all([FillBlock(0, num_heads, q, k, 0, num_kv_heads)])
+        q, k = v_bskd.new_empty(batch, num_own, num_heads, head_dim), v_bskd.new_empty(v_bskd.shape)
+        fill_all(FillBlocks([FillBlock(0, num_heads, q, k, 0, num_kv_heads)]))
         return self.plain(q, k, v_bskd, prefix_kv, suffix_kv)
 
     def plain(

@@ -129,10 +129,10 @@ def inputs(env: RankEnv, shape: Shape, generator: torch.Generator) -> tuple[list
     return qkv, ends
 
 
-def check_calls(env: RankEnv, shape: Shape, calls: int, seed: int) -> None:
+def check_calls(env: RankEnv, shape: Shape, calls: int, seed: int, place_kernel: bool = False) -> None:
     axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
     generator = torch.Generator().manual_seed(seed)
-    attn = pipelined(env, axis, shape, delay=delays(seed + env.rank))
+    attn = pipelined(env, axis, shape, delay=delays(seed + env.rank), place_kernel=place_kernel)
     with attn.exchange:
         for call in range(calls):
             (q, k, v), ends = inputs(env, shape, generator)
@@ -145,6 +145,12 @@ def check_calls(env: RankEnv, shape: Shape, calls: int, seed: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
 def test_pipelined_equals_sequential_call_after_call_under_random_delays(ranks, world: int, shape: Shape) -> None:
     ranks(world).run(check_calls, shape, 50 if world == 2 else 12, random.randrange(2**31))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+def test_own_rows_placed_by_kernel_have_the_same_bits(ranks, shape: Shape) -> None:
+    ranks(2).run(check_calls, shape, 5, 3, True)
 
 
 def test_six_ranks_with_fewer_heads_than_groups_want(ranks) -> None:

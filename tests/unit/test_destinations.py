@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from usp.destinations import Destinations, FillBlock, FillBlocks, alignment, head_table
+from usp.destinations import FillBlock, FillBlocks, alignment, head_table
 from usp.execute import Executor
 from usp.placement import Placement
 from usp.plan import AttentionPlan, make_plan
@@ -31,10 +31,6 @@ def executor(plan: AttentionPlan, rank: int) -> Executor:
     arena = SimpleNamespace(rank=rank, base=(memory.data_ptr(),) * plan.num_ranks, view=view)
     engine = SimpleNamespace(prepare_copy=lambda target, source: None)
     return Executor(plan, arena=arena, engine=engine, attention=lambda q, k, v: q)
-
-
-def rows_at(entry: torch.Tensor, like: torch.Tensor) -> tuple[int, int, int]:
-    return int(entry[0]), int(entry[1]), int(entry[2])
 
 
 @pytest.mark.parametrize(("plan", "rank"), EVERY_RANK)
@@ -109,8 +105,8 @@ def test_misaligned_rows_are_refused(where: str) -> None:
 )
 def test_rows_that_do_not_fit_the_destinations_are_refused(q: torch.Tensor, k: torch.Tensor, said: str) -> None:
     blocks = FillBlocks([FillBlock(0, 4, torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 2, 8), 0, 2)])
-    tables: Destinations = blocks.tables
+    tables = blocks.tables
     tables.check(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 2, 8))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"the blocks to fill hold torch\.float32 \(2, 3, ") as error:
         tables.check(q=q, k=k)
-    assert said in str(error.value) and "the blocks to fill hold torch.float32 (2, 3, " in str(error.value)
+    assert said in str(error.value)

@@ -7,22 +7,26 @@ import importlib.util
 import mmap
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 import usp.kernels
 from tests.unit.test_destinations import EVERY_RANK, executor
-from usp.destinations import FillBlock, HeadRun, head_table
+from usp.destinations import HeadRun, alignment, head_table
 from usp.execute import fill_by_kernel, fill_from, make_placer
 from usp.ipc.errors import SetupError
 from usp.kernels import load_place_heads
 from usp.kernels.reference import place_heads_reference
-from usp.layout import split_counts
 from usp.plan import AttentionPlan
 
 POISON = 0x5A
@@ -31,21 +35,18 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_interpreted() -> ModuleType:
-    """A copy of the kernel's module, since Triton decides for good while it decorates."""
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    """A copy of the kernel's module for the interpreter: Triton decides that for good while it decorates.
+
+    Triton's own library is decorated above, where it is imported, so that the same process can also compile.
+    """
     spec = importlib.util.find_spec("usp.kernels.place")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield load_interpreted()
 
 
 @pytest.fixture
@@ -112,11 +113,21 @@ def poisoned(case: Case, device: str) -> tuple[torch.Tensor, list[HeadRun]]:
     return memory, runs
 
 
+@contextmanager
+def sparse_memory(nbytes: int) -> Iterator[torch.Tensor]:
+    fd = os.memfd_create("sparse", os.MFD_CLOEXEC)
+    try:
+        os.truncate(fd, nbytes)
+        yield torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernel_and_twin_leave_the_same_bytes_in_all_of_the_memory(place_heads, device: str) -> None:
     seed = random.randrange(2**31)
     source = random.Random(seed)
-    for _ in range(40):
+    for _ in range(80):
         case = random_case(source)
         x = source_rows(case, device)
         (found, runs), (expected, same_runs) = poisoned(case, device), poisoned(case, device)
@@ -142,26 +153,34 @@ def test_heads_that_are_not_dense_are_refused(place_heads, device: str) -> None:
             place_heads(x, table)
 
 
+@pytest.mark.parametrize("distance", [2**30 + 64, 2**31 + 64])  # the products need more than 32 bits; the stride too
 @pytest.mark.parametrize("far", ["source rows", "source samples", "target rows", "target samples"])
-def test_offsets_beyond_31_bits_are_not_cut(interpreted: ModuleType, far: str) -> None:
-    """Memory of which only the touched pages exist: two rows, or two samples, 2^31 + 64 elements apart."""
-    distance, head_dim = 2**31 + 64, 64
-    fd = os.memfd_create("sparse", os.MFD_CLOEXEC)
-    os.truncate(fd, 2 * (distance + 4 * head_dim))
-    with mmap.mmap(fd, 0) as memory:
-        sparse = torch.frombuffer(memory, dtype=torch.bfloat16)
-        strides = (distance, head_dim) if far.endswith("samples") else (2 * head_dim, distance)
-        shape = (2, 1, 1, head_dim) if far.endswith("samples") else (1, 2, 1, head_dim)
-        apart = sparse.as_strided(shape, (*strides, head_dim, 1))
+def test_offsets_beyond_31_bits_are_not_cut(interpreted: ModuleType, far: str, distance: int) -> None:
+    """Four rows or samples far apart, in memory of which only the touched pages exist."""
+    origin = 2**31  # before it lies what a wrapped offset would reach
+    along_rows = far.endswith("rows")
+    shape, strides = ((1, 4, 1, 64), (64, distance)) if along_rows else ((4, 1, 1, 64), (distance, 64))
+    with sparse_memory(2 * (origin + 4 * distance)) as memory:
+        apart = memory.view(torch.bfloat16).as_strided(shape, (*strides, 64, 1), origin)
         near = random_bits(*shape, dtype=torch.bfloat16, device="cpu")
+        expected = near.clone().view(torch.int16)
         if far.startswith("source"):
             apart.copy_(near)
-            near = torch.zeros_like(near)
-        x, target = (apart, near) if far.startswith("source") else (near, apart)
-        interpreted.place_heads(x, head_table([(0, target)], num_heads=1))
-        assert torch.equal(x.view(torch.int16), target.view(torch.int16)) and x.view(torch.int16).any()
-        del sparse, apart, x, target
-    os.close(fd)
+            near.zero_()
+        source, target = (apart, near) if far.startswith("source") else (near, apart)
+        interpreted.place_heads(source, head_table([(0, target)], num_heads=1))
+        assert torch.equal(target.contiguous().view(torch.int16), expected)
+
+
+@pytest.mark.parametrize(
+    ("shift", "pitch", "dtype", "expected"),
+    [(0, 64, torch.bfloat16, 16), (1, 64, torch.bfloat16, 2), (0, 36, torch.bfloat16, 8), (2, 64, torch.float32, 8)],
+)
+def test_a_source_is_read_as_wide_as_its_address_and_strides_allow(
+    interpreted: ModuleType, shift: int, pitch: int, dtype: torch.dtype, expected: int
+) -> None:
+    x = torch.zeros(1000, dtype=dtype).as_strided((2, 3, 2, 16), (4 * pitch, pitch, 16, 1), shift)
+    assert interpreted._source_alignment(x) == expected
 
 
 @pytest.mark.parametrize(("plan", "rank"), EVERY_RANK)
@@ -207,25 +226,21 @@ def test_a_gpu_without_triton_is_told_at_construction(monkeypatch: pytest.Monkey
         make_placer([(0, rows)], num_heads=1, by_kernel=True)
 
 
-@pytest.mark.parametrize(("head_dim", "widest"), [(128, "v4"), (12, "v2")])
+@pytest.mark.parametrize(("head_dim", "align", "access"), [(128, 16, "v4.b32"), (12, 8, "v2.b32"), (1, 2, "b16")])
 def test_the_compiled_kernel_moves_as_many_bytes_at_once_as_the_heads_allow(
-    head_dim: int, widest: str, monkeypatch: pytest.MonkeyPatch, tmp_path
+    head_dim: int, align: int, access: str, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     """Compiled for Hopper, which needs no GPU: 16 bytes for bf16 heads of 128, 8 for heads of 12."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from usp.kernels.place import ROWS_PER_PROGRAM, _place_heads
 
-    align = 16 if head_dim == 128 else 8
+    if not isinstance(_place_heads, triton.JITFunction):
+        pytest.skip("TRITON_INTERPRET is set, so nothing can be compiled")
+    assert alignment(head_dim, itemsize=2) == align
     constants = {"HEAD_DIM": head_dim, "ROWS": ROWS_PER_PROGRAM, "COLS": triton.next_power_of_2(head_dim)}
     constants |= {"SOURCE_ALIGN": align, "TARGET_ALIGN": align}
     signature = {"x_ptr": "*bf16", "table_ptr": "*i64", "num_heads": "i32", "num_rows": "i32"}
     signature |= {"batch_stride": "i64", "row_stride": "i64"} | dict.fromkeys(constants, "constexpr")
     compiled = triton.compile(ASTSource(_place_heads, signature, constants), target=GPUTarget("cuda", 90, 32))
-    lines = compiled.asm["ptx"].splitlines()
-    for operation in ("ld.global", "st.global"):
-        moves = [line for line in lines if f" {operation}" in line and ".b64 {" not in line and "b64\t" not in line]
-        assert moves and any(f".{widest}." in line for line in moves), moves
+    assert set(re.findall(r"ld\.global\.(\S+)", compiled.asm["ptx"])) == {"b64", access}  # the table, and the rows
+    assert set(re.findall(r"st\.global\.(\S+)", compiled.asm["ptx"])) == {access}
