@@ -15,7 +15,7 @@ from usp.launch.report import encode_report, run_facts
 from usp.launch.request import Request
 from usp.launch.session import Ranks, Session
 from usp.launch.world import World, open_store, start_process_group, stop_process_group
-from usp.transport import Transport, choose_transport, make_exchange, mesh_of
+from usp.transport import Transport, choose_transport, make_exchange, mesh_of, proven
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> N
         job = agree_on_job(request)
         transport = choose_transport(request.exchange, shape=request.mesh, device=device)
         mesh = mesh_of(transport, request.mesh)
+        transport = proven(transport, request.exchange, mesh=mesh, device=device)
     _announce(request, job, transport, device)
     exchange = make_exchange(
         transport, request.clip.num_tokens, mesh=mesh, device=device, stall_timeout=request.stall_timeout

@@ -26,7 +26,7 @@ from usp.models.wan.config import TEXT_LEN, TransformerConfig, kept_in_fp32
 from usp.models.wan.parallel import ParallelDenoiser
 from usp.models.wan.sampling import Experts, Prompt, SamplingConfig, initial_noise, make_scheduler, sample
 from usp.models.wan.transformer import WanTransformer
-from usp.transport import Transport, choose_transport, make_exchange, mesh_of
+from usp.transport import Transport, choose_transport, make_exchange, mesh_of, proven
 
 
 def random_expert(config: TransformerConfig, *, seed: int, device: torch.device) -> WanTransformer:
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     shape = choose_mesh(world=dist.get_world_size(), num_heads=config.num_heads, guided=True, cfg_size=args.cfg_size)
     transport = choose_transport(args.exchange, shape=shape, device=device)
     mesh = mesh_of(transport, shape)
+    transport = proven(transport, args.exchange, mesh=mesh, device=device)
     with make_exchange(transport, clip.num_tokens, mesh=mesh, device=device) as exchange:
         denoiser = ParallelDenoiser(
             clip, config, mesh=mesh, exchange=exchange, attention=sdpa, device=device, dtype=torch.bfloat16

@@ -19,16 +19,21 @@ import torch.distributed as dist
 
 from usp.errors import UserError
 from usp.exchange import CollectiveExchange
+from usp.ipc.arena import Arena
 from usp.ipc.engine import Engine
+from usp.ipc.errors import SetupError
 from usp.ipc.handle import boot_id, pid_namespace
 from usp.ipc.provider import Provider
+from usp.ipc.rendezvous import GroupRendezvous
 from usp.ipc.watchdog import STALL_TIMEOUT_S
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
+from usp.pipeline import PipelinedExchange
 
 TransportName = Literal["ipc", "host", "nccl", "gloo"]
 Asked = Literal["auto", "ipc", "host", "nccl", "gloo"]
 
+PROBE = 2**40 + 7  # what rank 0 of a group writes into its probe; rank r adds r
 WHY: dict[TransportName, str] = {
     "ipc": "the GPUs of a group are of one host",
     "host": "the ranks of a group share host memory",
@@ -74,6 +79,44 @@ def choose_transport(asked: Asked, *, shape: MeshShape, device: torch.device) ->
     return _automatic(obstacles, device, collectives)
 
 
+def proven(transport: Transport, asked: Asked, *, mesh: Mesh, device: torch.device) -> Transport:
+    """The transport, once memory was really shared with it; else, under `auto`, the collectives, with the reason.
+
+    What ranks can do in principle, a container or a driver may still refuse. Collective, and decided by all ranks
+    alike; a forced transport that fails on any raises UserError on all.
+    """
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, _try_to_share(transport, mesh, device))
+    reason = next((one for one in reasons if one), None)
+    if reason is None:
+        return transport
+    if asked != "auto":
+        raise UserError(f"--exchange {asked} cannot run: {reason}; use --exchange auto")
+    name = transport.collectives
+    return Transport(name, f"no {transport.name}, since {reason}; {WHY[name]}", name)
+
+
+def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str | None:
+    """Why the ranks of this Ulysses group cannot share memory; None if each has read what every other one wrote."""
+    if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
+        return None
+    rank, size = mesh.ulysses.index, mesh.ulysses.size
+    rendezvous = GroupRendezvous(mesh.ulysses.group)
+    try:
+        provider, _ = _cuda(device) if transport.name == "ipc" else _host()
+        with Arena(8, rendezvous=rendezvous, provider=provider, layout="probe") as arena:
+            arena.view(rank, 0, (1,), torch.int64).fill_(PROBE + rank)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            rendezvous.barrier()
+            found = [int(arena.view(peer, 0, (1,), torch.int64)) for peer in range(size)]
+            rendezvous.barrier()
+    except SetupError as error:
+        return str(error)
+    wrong = [peer for peer, value in enumerate(found) if value != PROBE + peer]
+    return f"rank {mesh.rank} does not see what ranks {wrong} of its group wrote" if wrong else None
+
+
 def make_exchange(
     transport: Transport,
     num_tokens: int,
@@ -86,9 +129,6 @@ def make_exchange(
     """The exchange of this rank's Ulysses group, for a `with` block; one rank alone needs none. Collective."""
     if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
         return CollectiveExchange(num_tokens, axis=mesh.ulysses)
-    from usp.ipc.rendezvous import GroupRendezvous
-    from usp.pipeline import PipelinedExchange
-
     rendezvous = GroupRendezvous(mesh.ulysses.group)
     provider, make_engine = _cuda(device) if transport.name == "ipc" else _host()
     return PipelinedExchange(

@@ -5,8 +5,13 @@ import torch
 
 from tests.multi_gpu.ranks import RankEnv
 from usp import transport
+from usp.ipc.errors import SetupError
+from usp.ipc.handle import Handle
+from usp.ipc.host import HostProvider
+from usp.ipc.host_engine import HostEngine
+from usp.ipc.provider import Segment
 from usp.layout import MeshShape
-from usp.transport import choose_transport, make_exchange, mesh_of
+from usp.transport import choose_transport, make_exchange, mesh_of, proven
 
 CPU = torch.device("cpu")
 
@@ -53,6 +58,51 @@ DESCRIBE = transport._describe
 )
 def test_every_rank_makes_the_same_choice_and_says_why(ranks, asked, shape, hosts, said) -> None:
     assert ranks(4).run(choose, asked, MeshShape(*shape), hosts) == [said] * 4
+
+
+class NoMemory(HostProvider):
+    """A host that does not let this rank share memory."""
+
+    def allocate(self, nbytes: int) -> Segment:
+        raise SetupError("memfd_create: not permitted")
+
+
+class Elsewhere(HostProvider):
+    """A rank that opens its own memory in place of its peers'."""
+
+    def open(self, handle: Handle) -> Segment:
+        return self.allocate(8)
+
+
+def prove(env: RankEnv, asked: str, shape: MeshShape, provider: type[HostProvider], at_fault: int) -> str:
+    usual = transport._host
+    if env.rank == at_fault:
+        transport._host = lambda: (provider(), HostEngine)
+    try:
+        chosen = choose_transport(asked, shape=shape, device=CPU)
+        found = proven(chosen, asked, mesh=mesh_of(chosen, shape), device=CPU)
+        return f"{found.name}: {found.reason}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        transport._host = usual
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+def test_one_rank_that_cannot_share_memory_sends_all_ranks_to_the_collectives(ranks, shape) -> None:
+    """D24: decided together; forced, it raises on every rank. Also the ranks of the other guidance branch."""
+    for provider, at_fault, said in ((NoMemory, 1, "memfd_create: not permitted"), (Elsewhere, 0, "does not see")):
+        found = ranks(4).run(prove, "auto", MeshShape(*shape), provider, at_fault)
+        assert len(set(found)) == 1 and found[0].startswith("gloo: no host, since rank ") and said in found[0], found
+        forced = ranks(4).run(prove, "host", MeshShape(*shape), provider, at_fault)
+        assert len(set(forced)) == 1 and forced[0].startswith("UserError: --exchange host cannot run: rank "), forced
+
+
+def test_memory_that_can_be_shared_is_proven(ranks) -> None:
+    assert (
+        ranks(4).run(prove, "auto", MeshShape(2, 2), HostProvider, 0)
+        == ["host: the ranks of a group share host memory"] * 4
+    )
 
 
 def test_one_ulysses_rank_needs_no_exchange(ranks) -> None:
