@@ -23,8 +23,6 @@ from usp.ranges import Ranges
 from usp.schedule import Kind, Op, Region, build, slot_rows
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-
-
 FillAll = Callable[[FillBlocks], None]
 
 

@@ -222,7 +222,7 @@ def test_a_gpu_without_triton_is_told_at_construction(monkeypatch: pytest.Monkey
     monkeypatch.delattr(usp.kernels, "place", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     rows = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(SetupError, match=r"Triton, which is not installed; pip install 'triton>=3\.4', or choose"):
+    with pytest.raises(SetupError, match=r"Triton, which is not installed; pip install 'triton>=3\.4', or leave"):
         make_placer([(0, rows)], num_heads=1, by_kernel=True)
 
 

@@ -22,7 +22,7 @@ def load_place_heads() -> PlaceHeads:
         if error.name != "triton":
             raise
         raise SetupError(
-            "the ipc exchange places rows on the GPU with Triton, which is not installed; "
-            "pip install 'triton>=3.4', or choose the nccl or gloo exchange"
+            "placing rows by kernel needs Triton, which is not installed; pip install 'triton>=3.4', "
+            "or leave place_kernel off"
         ) from error
     return place_heads
