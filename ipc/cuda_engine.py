@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from usp.ipc.cuda_copy import CudaCopy, FlatCopy, NoCopy, PitchedCopy, make_copy
 from usp.ipc.driver import call, cuda_error, load_driver
-from usp.ipc.engine import AUX, COPY, MAIN, RELEASE_LIMIT_S, Block, PreparedCopy
+from usp.ipc.engine import AUX, COPY, MAIN, PEEK_WORDS, RELEASE_LIMIT_S, Block, PreparedCopy
 from usp.ipc.errors import SetupError
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ ENOUGH_CONNECTIONS = 32
 DEFAULT_CONNECTIONS = 8
 MAX_EVENTS = 64
 RELEASE_PAUSE_S = 0.001
+PEEK_LIMIT_S = 1.0
 
 
 class CudaEngine:
-    """`device` as this process counts GPUs; None is the current one. `main` is the stream that is current now."""
+    """`device` as this process counts GPUs; None is the current one. `main` is the stream that is current now, the
+    others are `streams`."""
 
-    def __init__(self, device: "torch.device | int | None" = None) -> None:
+    def __init__(self, device: "torch.device | int | None" = None, *, streams: Sequence[str] = (COPY, AUX)) -> None:
         import torch
 
         check_connections(os.environ)
@@ -42,9 +44,10 @@ class CudaEngine:
         with torch.cuda.device(self._device):
             torch.empty(1, device=self._device)  # makes torch's context current, which the driver calls below then use
             self._context = call(driver.cuCtxGetCurrent)
-            self._own = {name: self._make_stream() for name in (COPY, AUX)}
+            self._own = {name: self._make_stream() for name in streams}
             # Made before the first wait: making a stream may wait for the device, and then could not end the waits.
             self._release_stream = self._make_stream()
+            self._peeked = torch.zeros(PEEK_WORDS, dtype=torch.int32).pin_memory()
             self._free_events = [self._make_event() for _ in range(MAX_EVENTS)]
         self._events: dict[str, Any] = {}
         self._handles: dict[str, Any] = dict(self._own)
@@ -119,6 +122,19 @@ class CudaEngine:
                     self._store(self._release_stream, address, value)
             time.sleep(RELEASE_PAUSE_S)
         return True
+
+    def peek(self, addresses: Sequence[int]) -> list[int]:
+        assert len(addresses) <= PEEK_WORDS
+        self.bind_thread()
+        start = self._peeked.data_ptr()
+        for place, address in enumerate(addresses):
+            call(self._driver.cuMemcpyAsync, start + 4 * place, address, 4, self._release_stream)
+        deadline = time.monotonic() + PEEK_LIMIT_S
+        while not self._has_run(self._release_stream):
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(RELEASE_PAUSE_S)
+        return [value & 0xFFFFFFFF for value in self._peeked[: len(addresses)].tolist()]
 
     def close(self) -> None:
         if self._closed:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 MAIN, COPY, AUX = "main", "copy", "aux"
 STREAMS = (MAIN, COPY, AUX)
 RELEASE_LIMIT_S = 5.0
+PEEK_WORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Engine(Protocol):
         Rewriting, not writing: a peer's signal that was queued before it failed may set a flag back. What then runs
         reads garbage, so it is for the failure path only. May be called from a thread that issues nothing.
         """
+
+    def peek(self, addresses: Sequence[int]) -> list[int]:
+        """The 32-bit words there, without waiting for any stream; at most PEEK_WORDS. Empty if they cannot be read in
+        a moment. For messages: from a thread that issues nothing."""
 
     def close(self) -> None:
         """Give the streams back. What is still queued is dropped, so synchronise first. May be called twice."""

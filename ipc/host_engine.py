@@ -23,10 +23,16 @@ RELEASE_PAUSE_S = 0.001
 class HostEngine:
     """`delay(stream)` is called before each operation, in its thread: tests put random sleeps there.
 
-    `num_threads` is torch's for functions launched on a worker stream.
+    `num_threads` is torch's for functions launched on a worker stream; `streams` are those beside main.
     """
 
-    def __init__(self, *, delay: Callable[[str], None] | None = None, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        delay: Callable[[str], None] | None = None,
+        num_threads: int = 1,
+        streams: Sequence[str] = (COPY, AUX),
+    ) -> None:
         self._delay = delay
         self._flags = Flags()
         self._progress = threading.Condition()
@@ -36,7 +42,7 @@ class HostEngine:
         self._passed: dict[str, int] = {}  # times run
         self._parked: dict[str, int] = {}  # address that a stream sleeps on
         prepare = partial(torch.set_num_threads, num_threads)
-        self._workers = {name: WorkerStream(name, progress=self._progress, prepare=prepare) for name in (COPY, AUX)}
+        self._workers = {name: WorkerStream(name, progress=self._progress, prepare=prepare) for name in streams}
         self._main = InlineStream()
         self.streams: Mapping[str, InlineStream | WorkerStream] = {MAIN: self._main, **self._workers}
 
@@ -89,6 +95,9 @@ class HostEngine:
                 self._flags.store(address, value)
             time.sleep(RELEASE_PAUSE_S)
         return True
+
+    def peek(self, addresses: Sequence[int]) -> list[int]:
+        return [self._flags.load(address) for address in addresses]
 
     def close(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -59,7 +59,8 @@ class Watchdog:
     """Watches from the moment it is made. Making and closing it are collective; both meet over `rendezvous`.
 
     `on_failure` is called once, in the watchdog's thread. `completed()` is the last call known to be done, for callers
-    whose calls end asynchronously; others say so with `end`.
+    whose calls end asynchronously; others say so with `end`. `names` are what messages call the ranks, such as their
+    numbers in the job; `awaiting()` says what this rank waits for, or nothing.
     """
 
     def __init__(
@@ -69,8 +70,12 @@ class Watchdog:
         on_failure: Callable[[Failure], None],
         stall_timeout: float = STALL_TIMEOUT_S,
         completed: Callable[[], int] | None = None,
+        names: Sequence[int] | None = None,
+        awaiting: Callable[[], str] = str,
     ) -> None:
         self.rank = rendezvous.rank
+        self._names = list(range(rendezvous.size)) if names is None else list(names)
+        self._awaiting = awaiting
         self._on_failure, self._stall_timeout, self._completed = on_failure, stall_timeout, completed
         self._current: Entry | None = None
         self._done = 0
@@ -162,7 +167,7 @@ class Watchdog:
         try:
             self._on_failure(failure)
         except Exception:
-            log.exception("rank %d: %s; and handling that failed", self.rank, failure.text)
+            log.exception("rank %d: %s; and handling that failed", self._names[self.rank], failure.text)
 
     def _look(self, poller: Any) -> Failure | None:
         # Pages before deaths: whoever gave up because of a death is not blamed for it. And the pages of the dead once
@@ -177,7 +182,7 @@ class Watchdog:
             if pages[rank].state is State.RUNNING:
                 latest = pages[rank].latest
                 did = f"it had begun {latest}" if latest else "it had begun no call"
-                cause = f"rank {rank} (process {self._pids[rank]}) ended; {did}"
+                cause = f"rank {self._names[rank]} (process {self._pids[rank]}) ended; {did}"
                 return Failure(FailureKind.LOST, rank, cause, self._here())
         return None
 
@@ -185,7 +190,7 @@ class Watchdog:
         """The rank at fault before those that gave up because of it, who pass its words on."""
         gave_up = [(rank, status) for rank, status in pages.items() if status.state is State.GAVE_UP]
         for rank, status in sorted(gave_up, key=lambda one: one[0] != one[1].at_fault):
-            cause = f"rank {rank} gave up: {status.reason}" if status.at_fault == rank else status.reason
+            cause = f"rank {self._names[rank]} gave up: {status.reason}" if status.at_fault == rank else status.reason
             return Failure(FailureKind.LOST, status.at_fault, cause, self._here())
         return None
 
@@ -195,8 +200,10 @@ class Watchdog:
             for call in sorted(own.keys() & status.begun.keys()):
                 mine, theirs = own[call], status.begun[call]
                 if mine != theirs:
-                    cause = f"rank {self.rank} is at {_told(mine)}, but rank {rank} at {_told(theirs)}"
-                    return Failure(FailureKind.MISMATCH, rank, f"{cause}; every rank must make the same calls")
+                    here = f"rank {self._names[self.rank]} is at {_told(mine)}"
+                    there = f"rank {self._names[rank]} at {_told(theirs)}"
+                    text = f"{here}, but {there}; every rank must make the same calls"
+                    return Failure(FailureKind.MISMATCH, rank, text)
         return None
 
     def _stalled(self, pages: dict[int, Status]) -> Failure | None:
@@ -207,13 +214,22 @@ class Watchdog:
             return None
         waiting_for = self._done + 1
         late = [rank for rank, status in pages.items() if max(status.begun, default=0) < waiting_for]
-        told = [f"rank {rank} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
-        why = "; ".join(told) or "every rank has begun it"
-        cause = f"rank {self.rank} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
+        told = [f"rank {self._names[rank]} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
+        why = "; ".join([*(told or ["every rank has begun it"]), *self._awaited()])
+        cause = f"rank {self._names[self.rank]} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
         return Failure(FailureKind.STALL, late[0] if late else self.rank, cause)
 
     def _here(self) -> str:
-        return f"rank {self.rank} is at {self._current}" if self._current else ""
+        place = [f"rank {self._names[self.rank]} is at {self._current}"] if self._current else []
+        return "; ".join([*place, *self._awaited()])
+
+    def _awaited(self) -> list[str]:
+        """Nothing, or what this rank waits for; what cannot be said must not hide what can."""
+        try:
+            awaited = self._awaiting()
+        except Exception as error:
+            awaited = f"what it waits for cannot be read: {error}"
+        return [awaited] if awaited else []
 
 
 def _told(entry: Entry) -> str:

@@ -77,8 +77,8 @@ def destinations(blocks: list[FillBlock]) -> Destinations:
     return Destinations(q, k, batch, num_rows, head_dim, blocks[0].q_dst.dtype)
 
 
-def head_table(runs: Iterable[HeadRun], *, num_heads: int) -> torch.Tensor:
-    """[num_heads, 3] int64 beside the rows: address of head h's row 0, batch stride, row stride.
+def head_table(runs: Iterable[HeadRun], *, num_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """[num_heads, 3] int64 beside the rows, or on `device`: address of head h's row 0, batch stride, row stride.
 
     The address is in bytes, the strides in elements. A head in no run has address 0, which kernels skip. Address and
     strides are multiples of `alignment` bytes. The table holds nothing alive: it is good as long as the rows are.
@@ -91,7 +91,9 @@ def head_table(runs: Iterable[HeadRun], *, num_heads: int) -> torch.Tensor:
             assert entries[start + head][0] == 0, "a head has one place"
             one = rows[:, :, head]
             entries[start + head] = (one.data_ptr(), one.stride(0), one.stride(1))
-    device = runs[0][1].device if runs else None
+    if device is None:
+        assert runs, "without rows nothing tells the device"
+        device = runs[0][1].device
     return torch.tensor(entries, dtype=torch.int64, device=device).reshape(num_heads, 3)
 
 

@@ -4,26 +4,32 @@ The list that the checker read is turned into calls once per plan, with every ad
 list. What differs from call to call is the call's number, where the caller's v lies, and what fills q and k.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from functools import cached_property
+from typing import Protocol, cast
 
 import torch
 
 from usp.attention import Attention, AttentionInto
-from usp.destinations import FillBlock, FillBlocks, HeadRun, head_table
-from usp.exchange import dense_heads
-from usp.ipc.arena import Arena
+from usp.destinations import FillBlock, FillBlocks, HeadRun
+from usp.fill import FillAll, make_placer
 from usp.ipc.engine import Block, Engine, PreparedCopy
-from usp.kernels import load_place_heads
-from usp.kernels.reference import place_heads_reference
 from usp.placement import Piece, Placement, flag_offset
 from usp.plan import AttentionPlan
 from usp.ranges import Ranges
-from usp.schedule import Kind, Op, Region, build, slot_rows
+from usp.schedule import Flag, Kind, Op, Region, Schedule, build, slot_rows
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-FillAll = Callable[[FillBlocks], None]
+
+
+class Memory(Protocol):
+    """Memory of every rank, as far as a call needs it: an `Arena`, or what stands for one."""
+
+    rank: int
+    base: tuple[int, ...]
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass
@@ -48,13 +54,11 @@ class Executor:
         self,
         plan: AttentionPlan,
         *,
-        arena: Arena,
+        arena: Memory,
         engine: Engine,
         attention: Attention,
-        place_kernel: bool = False,
         ranges: Ranges | None = None,
     ) -> None:
-        self.place_kernel = place_kernel
         self.plan, self.rank, self.arena, self.engine, self.attention = plan, arena.rank, arena, engine, attention
         self.places = [Placement(plan, rank) for rank in range(plan.num_ranks)]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
@@ -76,8 +80,11 @@ class Executor:
             Kind.KEEP: self._keep,
             Kind.RETURN: self._return,
         }
-        self.ops = [op for op in build(plan, self.rank) if op.kind in makers]
+        self.ops = [op for op in self._schedule() if op.kind in makers]
         self.steps: list[Step] = (ranges or Ranges()).steps(self.ops, [makers[op.kind](op) for op in self.ops])
+
+    def _schedule(self) -> Schedule:
+        return build(self.plan, self.rank)
 
     def run(self, call: Call) -> torch.Tensor:
         """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
@@ -87,6 +94,12 @@ class Executor:
         if top == bottom:
             return call.v.new_empty(self.plan.batch, 0, self.plan.num_heads, self.plan.head_dim)
         return self.views[("out",)][:, top:bottom]
+
+    @cached_property
+    def waits(self) -> list[tuple[int, Flag]]:
+        """Every flag that is awaited, in order, and its address."""
+        awaited = [op.flag for op in self.ops if op.kind is Kind.WAIT and op.flag is not None]
+        return [(self.arena.base[self.rank] + flag_offset(flag), flag) for flag in awaited]
 
     def _record(self, op: Op) -> Step:
         return lambda call: self.engine.record(op.stream, op.event)
@@ -117,7 +130,7 @@ class Executor:
         rows = slice(*slot_rows(self.plan, "v", self.rank))
         groups = self.plan.groups(self.rank)
         runs: list[HeadRun] = [(group.kv_start, self.views["slot", "v", group.index][:, rows]) for group in groups]
-        return make_placer(runs, num_heads=self.plan.num_kv_heads, by_kernel=self.place_kernel)
+        return make_placer(runs, num_heads=self.plan.num_kv_heads)
 
     def _place_ends(self, call: Call) -> None:
         """Prefix and suffix hold this rank's own key/value heads only."""
@@ -135,7 +148,7 @@ class Executor:
         if op.what == "v":
             return self._send_v(op)
         if op.what == "qk":
-            source = self.places[self.rank].joint_piece(op.reads[0])
+            source = self.places[op.reads[0].rank].joint_piece(op.reads[0])
             target = self.places[op.peer].joint_piece(op.writes[0])
             return self._copy(op, [(target, source)])
         return self._copy_regions(op)
@@ -157,7 +170,8 @@ class Executor:
             return [self.engine.prepare_copy(*pair) for pair in zip(targets, sources, strict=True)]
 
         def send(call: Call) -> None:
-            start, (sample_bytes, pitch) = call.v.data_ptr() + shift, (s * itemsize for s in call.v.stride()[:2])
+            v = self._v(op, call)
+            start, (sample_bytes, pitch) = v.data_ptr() + shift, (s * itemsize for s in v.stride()[:2])
             if pitch not in prepared:
                 prepared[pitch] = prepare(start, pitch)
             for sample, copy in enumerate(prepared[pitch]):
@@ -165,6 +179,10 @@ class Executor:
                 self.engine.enqueue(op.stream, copy)
 
         return send
+
+    def _v(self, op: Op, call: Call) -> torch.Tensor:
+        """What a SEND of v reads."""
+        return call.v
 
     def _return(self, op: Op) -> Step:
         return self._copy_regions(op)
@@ -182,7 +200,7 @@ class Executor:
 
     def _copy(self, op: Op, pairs: list[tuple[Piece, Piece]]) -> Step:
         prepared = [
-            self.engine.prepare_copy(self._block(op.peer, target), self._block(self.rank, source))
+            self.engine.prepare_copy(self._block(op.peer, target), self._block(op.reads[0].rank, source))
             for target, source in pairs
         ]
 
@@ -250,33 +268,3 @@ def _row_by_row(source: Piece, sample: int, target: Piece) -> Piece:
     """A sample's rows of a block of whole rows, cut to the target's width."""
     assert source.width == target.width * target.height
     return Piece(source.offset + sample * source.pitch, target.width, target.width, target.height)
-
-
-def make_placer(runs: list[HeadRun], *, num_heads: int, by_kernel: bool) -> Callable[[torch.Tensor], None]:
-    """What copies those of x's heads that are in a run: one launch for all runs, or one torch copy for each."""
-    if not by_kernel:
-        return lambda x: place_heads_reference(x, runs)
-    place_heads, table = load_place_heads(), head_table(runs, num_heads=num_heads)
-    return lambda x: place_heads(x, table)
-
-
-def fill_from(q: torch.Tensor, k: torch.Tensor) -> FillAll:
-    """A fill that copies q and k [B, S_r, heads, D], for callers whose norm and RoPE have written them already."""
-
-    def fill(blocks: FillBlocks) -> None:
-        place_heads_reference(q, [(block.head_start, block.q_dst) for block in blocks])
-        place_heads_reference(k, [(block.kv_head_start, block.k_dst) for block in blocks])
-
-    return fill
-
-
-def fill_by_kernel(q: torch.Tensor, k: torch.Tensor) -> FillAll:
-    """As `fill_from`, in two launches whatever the ranks and groups."""
-    place_heads = load_place_heads()
-
-    def fill(blocks: FillBlocks) -> None:
-        blocks.tables.check(q=q, k=k)
-        place_heads(dense_heads(q), blocks.tables.q)
-        place_heads(dense_heads(k), blocks.tables.k)
-
-    return fill

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from usp.attention import Attention, writes_out
 from usp.exchange import CollectiveExchange, dense_heads
-from usp.execute import Call, Executor, FillAll, KeyValue
+from usp.execute import Call, Executor, KeyValue
+from usp.fill import FillAll
 from usp.ipc.arena import Arena
 from usp.ipc.engine import MAIN, Engine
+from usp.ipc.futex import reached
 from usp.ipc.provider import Provider
 from usp.ipc.rendezvous import Rendezvous
 from usp.ipc.watchdog import STALL_TIMEOUT_S, Failure, Watchdog
@@ -39,9 +41,8 @@ class ExchangeBrokenError(RuntimeError):
 class PipelinedExchange(CollectiveExchange):
     """Swaps tokens for heads over one mesh axis whose ranks share a host. `with` it, or `close()` it, on every rank.
 
-    `num_groups` overrides the rule for head groups; `place_kernel` places own v rows in one Triton launch, not in one
-    copy a group. The first call of a shape, and every change of shape, is collective on the CPU and may enlarge the
-    arena; what an earlier call returned is invalid from then on.
+    `num_groups` overrides the rule for head groups. The first call of a shape, and every change of shape, is collective
+    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on.
 
     A rank that dies, gives up or strays, and an issued call that is not done within `stall_timeout` seconds, break the
     exchange on every rank: waits are released, and calls and `check` raise PeerLostError, StallError or
@@ -59,27 +60,32 @@ class PipelinedExchange(CollectiveExchange):
         num_groups: int | None = None,
         attend_streams: int = 1,
         stall_timeout: float = STALL_TIMEOUT_S,
-        place_kernel: bool = False,
         ranges: Ranges | None = None,
     ) -> None:
         super().__init__(num_tokens, axis=axis)
-        self.place_kernel = place_kernel
         self.ranges = ranges_from(os.environ) if ranges is None else ranges
-        self._who = who(dist.get_rank(), dist.get_process_group_ranks(axis.group))
+        self._names = dist.get_process_group_ranks(axis.group)  # what the job calls the ranks of this axis
+        self._who = who(dist.get_rank(), self._names)
         self.num_groups, self.attend_streams = num_groups, attend_streams
         self._rendezvous, self._provider = rendezvous, provider
         self.engine = make_engine()
         self.arena: Arena | None = None
         self.plan: AttentionPlan | None = None
         self._executors: dict[tuple[str, int], Executor] = {}
+        self._running: Executor | None = None  # of the latest call that was issued
         self._epoch, self._number = 0, 0  # of the arena, and of the latest call in it
-        self._calls, self._step, self._layer = 0, -1, -1
+        self._calls, self._issued, self._step, self._layer = 0, 0, -1, -1
         self._broken: BaseException | None = None
         self._failure: Failure | None = None  # of another rank, if that is what broke it
         self._closed = False
         self._done = torch.zeros(1, dtype=torch.int32, pin_memory=bool(provider.device))  # calls done, set by a stream
         self._watchdog = Watchdog(
-            rendezvous=rendezvous, on_failure=self._fail, stall_timeout=stall_timeout, completed=self._completed
+            rendezvous=rendezvous,
+            on_failure=self._fail,
+            stall_timeout=stall_timeout,
+            completed=self._completed,
+            names=self._names,
+            awaiting=self._awaiting,
         )
 
     def at(self, *, step: int | None = None, layer: int | None = None) -> None:
@@ -110,8 +116,8 @@ class PipelinedExchange(CollectiveExchange):
                 self._watchdog.begin(self._calls, plan=plan.hash, step=self._step, layer=self._layer)
             else:
                 self._change_plan(plan)
-            executor = self._executor(plan, attention)
-            self._number = (self._number + 1) % CYCLE
+            executor = self._running = self._executor(plan, attention)
+            self._number, self._issued = (self._number + 1) % CYCLE, self._calls
             with self.ranges.range(layer_name(self._layer, self._who)):
                 result = executor.run(Call(self._number, v, fill, prefix_kv, suffix_kv))
             self.engine.signal(MAIN, self._done.data_ptr(), self._calls)
@@ -132,10 +138,16 @@ class PipelinedExchange(CollectiveExchange):
         if self._closed:
             return
         self._closed = True
-        if self._broken is None:
-            self._close_together()
-        else:
+        if self._broken is not None:
             self._let_go(self._broken)
+            return
+        try:
+            self.engine.synchronize()
+        except BaseException as error:  # the last calls failed after they were issued
+            self._give_up(error)
+            self._let_go(error)
+            raise
+        self._close_together()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -143,25 +155,43 @@ class PipelinedExchange(CollectiveExchange):
         self.close()
 
     def _close_together(self) -> None:
-        self.engine.synchronize()
-        self._executors.clear()
-        self._watchdog.close()
-        if self.arena is not None:
-            self.arena.close()
-        self.engine.close()
+        self._forget_executors()
+        try:
+            self._watchdog.close()
+            if self.arena is not None:
+                self.arena.close()
+        finally:
+            self.engine.close()
 
     def _let_go(self, error: BaseException) -> None:
         """Streams first: what is still queued reads and writes the arena."""
         self._tell_others()
         self.engine.fail(error)
         is_idle = self._release()
-        self._executors.clear()
+        self._forget_executors()
         self.engine.close()
         if self.arena is not None:
             self.arena.abandon(idle=is_idle)
 
+    def _forget_executors(self) -> None:
+        """They hold tensors over the arena, which none may outlive."""
+        self._executors.clear()
+        self._running = None
+
     def _completed(self) -> int:
         return int(self._done)
+
+    def _awaiting(self) -> str:
+        """What the oldest call that is not done waits for: the first of its flags that has not come."""
+        executor, behind = self._running, self._issued - self._completed()
+        if executor is None or behind <= 0:
+            return ""
+        addresses = [address for address, _ in executor.waits]
+        oldest = self._number - behind + 1
+        for value, (_, flag) in zip(self.engine.peek(addresses), executor.waits, strict=False):
+            if not reached(value, oldest):
+                return f"it awaits {flag} from rank {self._names[flag.writer]}"
+        return ""
 
     def _give_up(self, error: BaseException) -> None:
         """This rank failed: keep the first reason, and let the others know at once."""
@@ -183,7 +213,7 @@ class PipelinedExchange(CollectiveExchange):
             self._broken, self._failure = error, failure
         self.engine.fail(error)
         if not self._release():
-            log.error("rank %d: %s; and its streams do not end, so the process does", self.axis.index, failure.text)
+            log.error("rank %d: %s; and its streams do not end, so the process does", dist.get_rank(), failure.text)
             os._exit(EXIT_CODE)
 
     def _release(self) -> bool:
@@ -225,7 +255,6 @@ class PipelinedExchange(CollectiveExchange):
                 arena=self.arena,
                 engine=self.engine,
                 attention=attention,
-                place_kernel=self.place_kernel,
                 ranges=self.ranges,
             )
         return self._executors[key]
@@ -246,7 +275,7 @@ class PipelinedExchange(CollectiveExchange):
     def _grow(self, sizes: tuple[int, ...], plan: AttentionPlan) -> None:
         """A larger arena is a new one: zeroed flags, so call numbers begin again. Every rank decides alike."""
         held = self.arena.nbytes if self.arena is not None else (0,) * len(sizes)
-        self._executors.clear()
+        self._forget_executors()
         if self.arena is not None:
             self.arena.close()
         self._epoch, self._number = self._epoch + 1, 0

@@ -62,6 +62,10 @@ class Flag:
     writer: int
     group: int
 
+    def __str__(self) -> str:
+        """What its arrival means."""
+        return f"{'q, k and v' if self.name == 'full' else 'the results'} of group {self.group}"
+
 
 @dataclass(frozen=True)
 class Op:

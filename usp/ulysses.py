@@ -12,7 +12,8 @@ import torch
 from usp.attention import Attention
 from usp.destinations import FillBlock, FillBlocks
 from usp.exchange import CollectiveExchange
-from usp.execute import FillAll, KeyValue, fill_from
+from usp.execute import KeyValue
+from usp.fill import FillAll, fill_from
 from usp.pipeline import PipelinedExchange
 
 

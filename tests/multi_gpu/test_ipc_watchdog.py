@@ -198,6 +198,26 @@ def test_ranks_that_close_report_nothing(ranks) -> None:
     assert ranks(3).run(check_closing) == [0, 0, 0]
 
 
+def check_names(env: RankEnv) -> str:
+    """Ranks 5 and 9 of a job; what rank 9 waits for cannot be read."""
+
+    def awaiting() -> str:
+        return "it awaits the mail" if env.rank == 0 else str({}["no such key"])
+
+    own = Watched(GroupRendezvous(), names=(5, 9), awaiting=awaiting, stall_timeout=0.2)
+    own.watchdog.begin(3 - env.rank, plan="a")
+    own.meet.barrier()
+    text = own.noticed()[2]
+    own.watchdog.close()
+    return text
+
+
+def test_messages_use_the_ranks_of_the_job_and_say_what_is_awaited(ranks) -> None:
+    first, second = ranks(2).run(check_names)
+    assert first.startswith("rank 5 waits for call 1 since 0 s at call 3;") and first.endswith("; it awaits the mail")
+    assert second.startswith("rank 9 waits for call 1 since 0 s at call 2;") and "cannot be read: 'no such" in second
+
+
 def check_giving_up(env: RankEnv) -> Any:
     own = Watched(GroupRendezvous())
     own.watchdog.begin(4, plan="a", layer=7)

@@ -4,6 +4,7 @@ The fault is planted in the executor's own list, before the operation named, in 
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ def run_into_fault(env: RankEnv, where: Kind, kind: str) -> tuple[str, float, bo
     said, start = "nothing", time.monotonic()
     try:
         attn(*inputs(env, SHAPE, generator)[0])
+        if env.device == "cuda":
+            torch.cuda.synchronize()  # a call only enqueues; its waits end when the watchdog releases them
         exchange.check()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -99,9 +102,11 @@ def test_survivors_say_which_rank_step_and_layer_and_refuse_more(fresh_ranks, wh
     assert all("call 3, step 7, layer 2" in text for text in said), said
     if kind == "stall":  # whoever notices first says so; the other one hears that it gave up
         assert all(text.startswith(("StallError", "PeerLostError")) for text in said), said
-        assert any("waits for call 3 since 2 s" in text for text in said), said
+        assert any("waits for call 3 since 2 s" in text and "; it awaits " in text for text in said), said
     else:
         assert all(text.startswith(f"PeerLostError: rank {CULPRIT} ") for text in said), said
+        awaited = "q, k and v of group 0" if where is Kind.FILL else r"(q, k and v|the results) of group [01]"
+        assert all(re.search(f"; it awaits {awaited} from rank {CULPRIT}$", text) for text in said), said
     if kind in ("raise", "stall"):
         assert answers[CULPRIT][0] and answers[CULPRIT][1][2]
     if kind == "raise":
@@ -117,6 +122,9 @@ def run_apart(env: RankEnv) -> str:
     try:
         attn(*inputs(env, SHAPE, generator)[0])
         attn(*inputs(env, SHAPE if env.rank == CULPRIT else Shape(45, 3, 3), generator)[0])
+        if env.device == "cuda":
+            torch.cuda.synchronize()
+        attn.exchange.check()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     attn.exchange.close()

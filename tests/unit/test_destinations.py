@@ -77,7 +77,7 @@ def test_heads_in_no_run_have_address_zero() -> None:
     table = head_table([(1, rows)], num_heads=5)
     address, size = rows.data_ptr(), rows.element_size()
     assert table.tolist() == [[0] * 3, [address, 48, 16], [address + 8 * size, 48, 16], [0] * 3, [0] * 3]
-    assert head_table([], num_heads=2).tolist() == [[0] * 3] * 2
+    assert head_table([], num_heads=2, device="cpu").tolist() == [[0] * 3] * 2
 
 
 def test_scattered_elements_are_refused() -> None:

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 import usp.kernels
 from tests.unit.test_destinations import EVERY_RANK, executor
 from usp.destinations import HeadRun, alignment, head_table
-from usp.execute import fill_by_kernel, fill_from, make_placer
+from usp.fill import fill_from, make_placer
 from usp.ipc.errors import SetupError
 from usp.kernels import load_place_heads
 from usp.kernels.reference import place_heads_reference
@@ -131,7 +131,7 @@ def test_kernel_and_twin_leave_the_same_bytes_in_all_of_the_memory(place_heads, 
         case = random_case(source)
         x = source_rows(case, device)
         (found, runs), (expected, same_runs) = poisoned(case, device), poisoned(case, device)
-        place_heads(x, head_table(runs, num_heads=case.num_heads))
+        place_heads(x, head_table(runs, num_heads=case.num_heads, device=device))
         place_heads_reference(x, same_runs)
         assert torch.equal(found, expected), f"{case} of seed {seed}"
 
@@ -187,28 +187,28 @@ def test_a_source_is_read_as_wide_as_its_address_and_strides_allow(
 def test_filling_by_kernel_equals_filling_block_by_block(
     interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, plan: AttentionPlan, rank: int
 ) -> None:
-    monkeypatch.setattr("usp.execute.load_place_heads", lambda: interpreted.place_heads)
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: interpreted.place_heads)
     dtype, shape = getattr(torch, plan.dtype), (plan.batch, plan.token_counts[rank])
     q, k = (torch.randn(*shape, heads, plan.head_dim).to(dtype) for heads in (plan.num_heads, plan.num_kv_heads))
     by_kernel, by_block = executor(plan, rank), executor(plan, rank)
     if plan.token_counts[rank]:  # else there is no fill in the schedule
-        fill_by_kernel(q.transpose(2, 3).contiguous().transpose(2, 3), k)(by_kernel.fill_blocks)
+        fill_from(q.transpose(2, 3).contiguous().transpose(2, 3), k, by_kernel=True)(by_kernel.fill_blocks)
         fill_from(q, k)(by_block.fill_blocks)
     assert all(torch.equal(view, by_block.views[buffer]) for buffer, view in by_kernel.views.items())
 
 
 def test_a_wrong_dtype_is_refused_before_the_kernel_overruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("usp.execute.load_place_heads", lambda: pytest.fail)
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: pytest.fail)
     plan, rank = EVERY_RANK[2]
     q, k = (torch.zeros(plan.batch, plan.token_counts[rank], h, 12) for h in (plan.num_heads, plan.num_kv_heads))
     with pytest.raises(ValueError, match=r"q is torch\.float32 .* hold torch\.bfloat16"):
-        fill_by_kernel(q, k)(executor(plan, rank).fill_blocks)
+        fill_from(q, k, by_kernel=True)(executor(plan, rank).fill_blocks)
 
 
 def test_own_heads_are_placed_alike_by_kernel_and_by_torch(
     interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("usp.execute.load_place_heads", lambda: interpreted.place_heads)
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: interpreted.place_heads)
     case = Case(2, 40, 16, (-3, 1, 3, 2, -4), torch.bfloat16, fused=True)  # before and behind: heads of other ranks
     v = source_rows(case, "cpu")
     (by_kernel, runs), (by_torch, same_runs) = poisoned(case, "cpu"), poisoned(case, "cpu")
@@ -222,7 +222,7 @@ def test_a_gpu_without_triton_is_told_at_construction(monkeypatch: pytest.Monkey
     monkeypatch.delattr(usp.kernels, "place", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     rows = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(SetupError, match=r"Triton, which is not installed; pip install 'triton>=3\.4', or leave"):
+    with pytest.raises(SetupError, match=r"Triton is not installed; pip install 'triton>=3\.4', or choose"):
         make_placer([(0, rows)], num_heads=1, by_kernel=True)
 
 

@@ -22,7 +22,7 @@ def load_place_heads() -> PlaceHeads:
         if error.name != "triton":
             raise
         raise SetupError(
-            "placing rows by kernel needs Triton, which is not installed; pip install 'triton>=3.4', "
-            "or leave place_kernel off"
+            "the exchange over ipc places rows with a Triton kernel, and Triton is not installed; "
+            "pip install 'triton>=3.4', or choose another exchange"
         ) from error
     return place_heads
