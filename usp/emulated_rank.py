@@ -73,8 +73,11 @@ class EmulatedRank(Executor):
 
     def attend(self, v: torch.Tensor, fill: FillAll) -> torch.Tensor:
         """One call: [B, S_r, K, D] with dense heads; the result is a view until the next call."""
+        return self.run(self.next_call(v, fill))
+
+    def next_call(self, v: torch.Tensor, fill: FillAll) -> Call:
         self._number += 1
-        return self.run(Call(self._number, v, fill))
+        return Call(self._number, v, fill)
 
     def peer_view(self, peer: int, buffer: Buffer) -> torch.Tensor:
         """A buffer of a peer's arena: the blocks it sends from, and the results it returns."""

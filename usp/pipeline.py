@@ -7,7 +7,9 @@ Used through `usp.ulysses`.
 
 import logging
 import os
+import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,7 @@ class PipelinedExchange(CollectiveExchange):
         self._running: Executor | None = None  # of the latest call that was issued
         self._epoch, self._number = 0, 0  # of the arena, and of the latest call in it
         self._calls, self._issued, self._step, self._layer = 0, 0, -1, -1
+        self.issue_seconds: list[float] = []  # of the host, for each call; on host memory the call itself
         self._broken: BaseException | None = None
         self._failure: Failure | None = None  # of another rank, if that is what broke it
         self._closed = False
@@ -118,8 +121,10 @@ class PipelinedExchange(CollectiveExchange):
                 self._change_plan(plan)
             executor = self._running = self._executor(plan, attention)
             self._number, self._issued = (self._number + 1) % CYCLE, self._calls
+            began = time.perf_counter()
             with self.ranges.range(layer_name(self._layer, self._who)):
                 result = executor.run(Call(self._number, v, fill, prefix_kv, suffix_kv))
+            self.issue_seconds.append(time.perf_counter() - began)
             self.engine.signal(MAIN, self._done.data_ptr(), self._calls)
         except BaseException as error:
             self._give_up(error)
@@ -155,6 +160,7 @@ class PipelinedExchange(CollectiveExchange):
         self.close()
 
     def _close_together(self) -> None:
+        self._log_issue_cost()
         self._forget_executors()
         try:
             self._watchdog.close()
@@ -162,6 +168,14 @@ class PipelinedExchange(CollectiveExchange):
                 self.arena.close()
         finally:
             self.engine.close()
+
+    def _log_issue_cost(self) -> None:
+        if self._provider.device and self.axis.index == 0 and self.issue_seconds:
+            typical, slowest = (1e3 * pick(self.issue_seconds) for pick in (median, max))
+            count = len(self.issue_seconds)
+            log.info(
+                f"exchange: {count} calls, {typical:.2f} ms of host time to issue one; the slowest {slowest:.2f} ms"
+            )
 
     def _let_go(self, error: BaseException) -> None:
         """Streams first: what is still queued reads and writes the arena."""

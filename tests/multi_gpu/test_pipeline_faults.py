@@ -72,13 +72,25 @@ def run_into_fault(env: RankEnv, where: Kind, kind: str) -> tuple[str, float, bo
 
 @pytest.fixture
 def fresh_ranks() -> Iterator[Ranks]:
-    before = set(os.listdir("/dev/shm"))
+    before, used = set(os.listdir("/dev/shm")), gpu_memory()
     group = Ranks(3)
     yield group
     pids = [process.pid for process in group.processes]
     group.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert set(os.listdir("/dev/shm")) <= before
+    deadline = time.monotonic() + 10.0  # the driver frees what a killed process had after it has gone
+    while gpu_memory() > used and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert gpu_memory() <= used
+
+
+def gpu_memory() -> int:
+    """Bytes in use on the GPU by whomever; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 WHERE = (Kind.FILL, Kind.SIGNAL, Kind.ATTEND, Kind.RETURN)
