@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from usp.backends.names import NAMES
 from usp.errors import UserError
 from usp.launch import values
 from usp.launch.parser import Parser, Refuse, StoreOnce, explain_unknown, join_values
@@ -57,6 +58,7 @@ class Flags:
     cfg_size: int | None
     ulysses_size: int | None
     exchange: str
+    attention: str
     stall_timeout: float
     nproc: int | None
     device: str
@@ -162,6 +164,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "auto",
         "what carries attention's exchange; auto: the first that can, of ipc, nccl, gloo on cuda and host, gloo on cpu",
     )
+    text = f"the attention kernel, tried at the start: {', '.join(NAMES)}; auto: the fastest that this GPU can run"
+    _choice(group, "attention", ("auto", *NAMES), "auto", text, metavar="auto|NAME")
     text = "of ipc and host: give up when an attention call is not done after so long (default: 300)"
     _one(group, "stall_timeout", values.positive, "SECONDS", text, default=300.0)
 
@@ -196,8 +200,10 @@ def _one(
     group.add_argument(*options, dest=name, type=kind, metavar=metavar, default=default, action=StoreOnce, help=text)
 
 
-def _choice(group: Any, name: str, choices: tuple[str, ...], default: str | None, text: str) -> None:
-    group.add_argument(f"--{name}", choices=choices, default=default, action=StoreOnce, help=text)
+def _choice(
+    group: Any, name: str, choices: tuple[str, ...], default: str | None, text: str, *, metavar: str | None = None
+) -> None:
+    group.add_argument(f"--{name}", choices=choices, default=default, action=StoreOnce, metavar=metavar, help=text)
 
 
 def _switch(group: Any, name: str, default: bool | None, text: str) -> None:

@@ -14,7 +14,7 @@ from usp.launch.request import Request
 
 SAME_SETTINGS = (
     *("task", "steps", "shift", "guidance_high", "guidance_low", "boundary_ratio", "base_seed"),
-    *("device", "dtype", "exchange", "cpu_threads", "offload_model"),
+    *("device", "dtype", "exchange", "attention", "cpu_threads", "offload_model"),
 )
 
 

@@ -38,7 +38,6 @@ def run_facts(
         "mesh": {"cfg": request.mesh.cfg, "ulysses": request.mesh.ulysses},
         "exchange": {"asked": request.exchange, "used": transport.name, "reason": transport.reason},
         "collectives": transport.collectives,
-        "attention": "torch scaled_dot_product_attention",
         "offload_model": request.offload_model,
         "t5_cpu": request.t5_cpu,
         "device": describe(device),

@@ -56,6 +56,7 @@ class Request:
     dtype: Dtype
     stall_timeout: float  # seconds
     exchange: Exchange  # as asked; the ranks choose together once they have met
+    attention: str  # as asked, likewise
     cpu_threads: int
     offload_model: bool  # keep one expert on the device
     t5_cpu: bool
@@ -106,6 +107,7 @@ def resolve(flags: Flags, *, world: World, checkpoint: Checkpoint) -> Request:
         dtype=cast(Dtype, flags.dtype or ("bf16" if device == "cuda" else "fp32")),
         stall_timeout=flags.stall_timeout,
         exchange=_exchange(flags.exchange, device),
+        attention=flags.attention,
         cpu_threads=flags.cpu_threads,
         offload_model=checkpoint.low is not None and _first(flags.offload_model, world.size == 1),
         t5_cpu=flags.t5_cpu,

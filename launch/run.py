@@ -6,7 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from usp.launch.device import backends, describe, prepare_device
+from usp.attention import Chosen, choose_attention, of_all_ranks
+from usp.launch.device import DTYPES, backends, describe, prepare_device
 from usp.launch.files import atomic_write, output_paths
 from usp.launch.guard import Guard
 from usp.launch.job import Job, agree_on_job
@@ -41,15 +42,22 @@ def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> N
         transport = choose_transport(request.exchange, shape=request.mesh, device=device)
         mesh = mesh_of(transport, request.mesh)
         transport = proven(transport, request.exchange, mesh=mesh, device=device)
-    _announce(request, job, transport, device)
+    with phases.phase("trying the attention kernels"):
+        attention = _choose_attention(request, device)
+    _announce(request, job, transport, attention, device)
     exchange = make_exchange(
         transport, request.clip.num_tokens, mesh=mesh, device=device, stall_timeout=request.stall_timeout
     )
     with exchange:
-        ranks = Ranks(world.rank, mesh, exchange, device)
+        ranks = Ranks(world.rank, mesh, exchange, attention.backend, device)
         videos = Session(request, job, ranks, phases=phases, guard=guard).make_videos()
         if request.report is not None and world.rank == 0:
             facts = run_facts(request, job, world, transport=transport, device=device)
+            facts["attention"] = {
+                "asked": request.attention,
+                "used": attention.backend.name,
+                "reason": attention.reason,
+            }
             facts |= {"seconds": phases.rounded(), "videos": videos, "peak_memory_bytes": _peak_memory(device)}
             atomic_write(request.report, encode_report(facts), guard=guard)
         with phases.phase("waiting for rank 0 to save"):
@@ -73,7 +81,15 @@ def _decode_only(request: Request, world: World, phases: Phases, guard: Guard) -
     log.info("video in %s", paths.video)
 
 
-def _announce(request: Request, job: Job, transport: Transport, device: torch.device) -> None:
+def _choose_attention(request: Request, device: torch.device) -> Chosen:
+    """Before any weight loads. Collective."""
+    head_dim = request.checkpoint.high.config.head_dim
+    return choose_attention(
+        request.attention, device=device, dtype=DTYPES[request.dtype], head_dim=head_dim, gather=of_all_ranks
+    )
+
+
+def _announce(request: Request, job: Job, transport: Transport, attention: Chosen, device: torch.device) -> None:
     clip, mesh = request.clip, request.mesh
     log.info("%s from %s (%s)", request.task, request.checkpoint.root, request.checkpoint.layout)
     log.info(
@@ -83,6 +99,7 @@ def _announce(request: Request, job: Job, transport: Transport, device: torch.de
     )
     log.info("mesh cfg %d x ulysses %d on %s, %s", mesh.cfg, mesh.ulysses, describe(device), request.dtype)
     log.info("exchange %s: %s", transport.name, transport.reason)
+    log.info("attention %s: %s", attention.backend.name, attention.reason)
 
 
 def _peak_memory(device: torch.device) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from usp.attention import sdpa
+from usp.attention import Attention
 from usp.collectives import agree, broadcast_host
 from usp.exchange import CollectiveExchange
 from usp.launch.capture import capture_from
@@ -36,11 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others: its number, the mesh, the exchange of its Ulysses group, its device."""
+    """This rank among the others: its number, the mesh, the exchange of its Ulysses group, its kernel and device."""
 
     rank: int
     mesh: Mesh
     exchange: CollectiveExchange
+    attention: Attention
     device: torch.device
 
 
@@ -55,7 +56,7 @@ class Session:
             request.checkpoint.high.config,
             mesh=ranks.mesh,
             exchange=ranks.exchange,
-            attention=sdpa,
+            attention=ranks.attention,
             device=ranks.device,
             dtype=DTYPES[request.dtype],
         )

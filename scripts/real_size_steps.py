@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from usp.attention import sdpa
+from usp.attention import choose_attention, of_all_ranks
 from usp.layout import choose_mesh
 from usp.models.wan.clip import Clip
 from usp.models.wan.config import TEXT_LEN, TransformerConfig, kept_in_fp32
@@ -50,15 +50,18 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     torch.cuda.set_device(device)
     width, height = map(int, args.size.split("*"))
     clip, config = Clip(args.frame_num, height, width), TransformerConfig(num_layers=args.layers)
+    chosen = choose_attention(
+        args.attention, device=device, dtype=torch.bfloat16, head_dim=config.head_dim, gather=of_all_ranks
+    )
     shape = choose_mesh(world=dist.get_world_size(), num_heads=config.num_heads, guided=True, cfg_size=args.cfg_size)
     transport = choose_transport(args.exchange, shape=shape, device=device)
     mesh = mesh_of(transport, shape)
     transport = proven(transport, args.exchange, mesh=mesh, device=device)
     with make_exchange(transport, clip.num_tokens, mesh=mesh, device=device) as exchange:
         denoiser = ParallelDenoiser(
-            clip, config, mesh=mesh, exchange=exchange, attention=sdpa, device=device, dtype=torch.bfloat16
+            clip, config, mesh=mesh, exchange=exchange, attention=chosen.backend, device=device, dtype=torch.bfloat16
         )
-        return measure(args, clip, config, denoiser, device, transport)
+        return {**measure(args, clip, config, denoiser, device, transport), "attention": chosen.reason}
 
 
 def measure(
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed one")
     parser.add_argument("--cfg_size", type=int, default=1)
     parser.add_argument("--exchange", default="auto", choices=("auto", "ipc", "nccl", "gloo"))
+    parser.add_argument("--attention", default="auto")
     args = parser.parse_args()
     if dist.is_torchelastic_launched():
         dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -37,7 +37,7 @@ class ParallelDenoiser:
         dtype: torch.dtype,
     ) -> None:
         self.clip, self.mesh, self.dtype = clip, mesh, dtype
-        self.exchange = exchange
+        self.exchange, self.attention = exchange, attention
         self.self_attention = UlyssesAttention(exchange, attention=attention)
         counts, index = exchange.token_counts, mesh.ulysses.index
         self.start = split_offsets(counts)[index]
@@ -83,7 +83,14 @@ class ParallelDenoiser:
     ) -> torch.Tensor:
         text = prompt.project(model, branch)
         self.exchange.at(layer=0)
-        return model(own, timestep=time, text=text, rope=self.rope, self_attention=self.self_attention)
+        return model(
+            own,
+            timestep=time,
+            text=text,
+            rope=self.rope,
+            self_attention=self.self_attention,
+            cross_attention=self.attention,
+        )
 
 
 def combine(positive: torch.Tensor, negative: torch.Tensor, guidance: float) -> torch.Tensor:

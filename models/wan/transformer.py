@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from usp.attention import Attention, sdpa
+from usp.attention import Attention
 from usp.models.wan.config import PATCH_SIZE, TransformerConfig
 from usp.models.wan.rope import RopeTable, apply_rope
 
@@ -55,12 +55,20 @@ class WanTransformer(nn.Module):
         text: list[TextKV],
         rope: RopeTable,
         self_attention: Attention,
+        cross_attention: Attention,
     ) -> torch.Tensor:
         """Predict for [B, S, patch_dim] tokens at `timestep` [B]; `rope` has S rows. Returns [B, S, out_patch_dim]."""
         x = self.patch_embedding(tokens_bsp)
         time, modulation = self.condition_embedder(timestep, dtype=x.dtype)
         for block, text_kv in zip(self._blocks(), text, strict=True):
-            x = block(x, modulation=modulation, text_kv=text_kv, rope=rope, self_attention=self_attention)
+            x = block(
+                x,
+                modulation=modulation,
+                text_kv=text_kv,
+                rope=rope,
+                self_attention=self_attention,
+                cross_attention=cross_attention,
+            )
         shift, scale = (self.scale_shift_table + time[:, None]).chunk(2, dim=1)
         return project_rows(self.proj_out, modulate(self.norm_out(x.float()), shift, scale).type_as(x))
 
@@ -83,13 +91,20 @@ class WanBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
 
     def forward(
-        self, x: torch.Tensor, *, modulation: torch.Tensor, text_kv: TextKV, rope: RopeTable, self_attention: Attention
+        self,
+        x: torch.Tensor,
+        *,
+        modulation: torch.Tensor,
+        text_kv: TextKV,
+        rope: RopeTable,
+        self_attention: Attention,
+        cross_attention: Attention,
     ) -> torch.Tensor:
         shift1, scale1, gate1, shift3, scale3, gate3 = (self.scale_shift_table + modulation.float()).chunk(6, dim=1)
         h = modulate(self.norm1(x.float()), shift1, scale1).type_as(x)
         x = (x.float() + self.attn1(h, rope=rope, attention=self_attention) * gate1).type_as(x)
         h = self.norm2(x.float()).type_as(x)
-        x = x + self.attn2(h, text_kv)
+        x = x + self.attn2(h, text_kv, attention=cross_attention)
         h = modulate(self.norm3(x.float()), shift3, scale3).type_as(x)
         return (x.float() + self.ffn(h).float() * gate3).type_as(x)
 
@@ -128,9 +143,9 @@ class CrossAttention(WanAttention):
         k = self.split_heads(self.norm_k(self.to_k(context_blc)))
         return TextKV(k, self.split_heads(self.to_v(context_blc)))
 
-    def forward(self, x: torch.Tensor, text_kv: TextKV) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, text_kv: TextKV, *, attention: Attention) -> torch.Tensor:
         q = self.split_heads(self.norm_q(self.to_q(x)))
-        return self.project_out(sdpa(q, text_kv.k, text_kv.v))
+        return self.project_out(attention(q, text_kv.k, text_kv.v))
 
 
 class FeedForward(nn.Module):

@@ -22,10 +22,10 @@ FORBIDDEN = {
     "launch": (),
     "models": ("usp.launch",),
     "usp": ("usp.launch", "usp.models"),
-    "ipc": ("usp.launch", "usp.models", "usp.exchange", "usp.mesh", "usp.ulysses", "usp.attention"),
+    "ipc": ("usp.launch", "usp.models", "usp.exchange", "usp.mesh", "usp.ulysses", "usp.attention", "usp.backends"),
 }
 LIGHT = [
-    *("usp", "usp.errors", "usp.layout", "usp.launch.main"),
+    *("usp", "usp.errors", "usp.layout", "usp.launch.main", "usp.backends.names"),
     *(f"usp.models.wan.{name}" for name in ("clip", "config", "tasks", "text", "checkpoint.folder")),
 ]
 HEAVY = ("torch", "numpy", "diffusers", "transformers", "tokenizers", "safetensors", "av", "PIL", "ftfy")

@@ -147,6 +147,7 @@ def _facts_of(*argv: str, **of_checkpoint) -> dict[str, object]:
         ("device", "", {}),
         ("dtype", "--dtype bf16", {}),
         ("exchange", "--exchange gloo", {}),
+        ("attention", "--attention math", {}),
         ("cpu_threads", "--cpu_threads 2", {}),
         ("offload_model", "--offload_model true", {}),
     ],

@@ -21,7 +21,7 @@ def _predict(model: WanTransformer, clip: Clip, latent: torch.Tensor, timestep: 
     with torch.inference_mode():
         tokens = patchify(latent)
         kv = model.project_text(text)
-        out = model(tokens, timestep=timestep, text=kv, rope=rope, self_attention=sdpa)
+        out = model(tokens, timestep=timestep, text=kv, rope=rope, self_attention=sdpa, cross_attention=sdpa)
         return unpatchify(out, token_grid=clip.token_grid)
 
 

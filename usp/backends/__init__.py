@@ -1,0 +1,1 @@
+"""The attention kernels that can be picked, one file for each library; `usp.attention` picks."""

@@ -1,0 +1,47 @@
+"""The attention kernels inside torch, through `scaled_dot_product_attention`.
+
+Lengths and strides travel as arguments of the launch: nothing is planned and nothing is copied. cuDNN builds its graph
+on the host at the first call of a shape.
+"""
+
+from threading import Lock
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from usp.backends.backend import ANY_FLOAT, Kernel, Traits
+
+AMPERE_UP = (8, 9, 10, 11, 12)
+TRAITS = {
+    "sdpa": Traits((), "torch picks the kernel", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
+    "cudnn": Traits((), "cuDNN picks", majors=AMPERE_UP),
+    "efficient": Traits((), "it has no split of keys", takes_gqa=False, dtypes=ANY_FLOAT, majors=(7, *AMPERE_UP)),
+    "math": Traits((), "a matrix product over all keys", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
+}
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# torch's choice of kernel belongs to the process, and head groups of a host exchange run on several threads.
+CHOICE = Lock()
+
+
+def sdpa(q_bshd: torch.Tensor, k_blhd: torch.Tensor, v_blhd: torch.Tensor) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`; torch picks the kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bshd, k_blhd, v_blhd))
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped).transpose(1, 2)
+
+
+def make(name: str, device: torch.device) -> Kernel:
+    if name == "sdpa":
+        return lambda q, k, v, _out: sdpa(q, k, v)
+    kernel = KERNELS[name]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor | None) -> torch.Tensor:
+        with CHOICE, sdpa_kernel(kernel):
+            return sdpa(q, k, v)
+
+    return attend
