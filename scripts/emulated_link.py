@@ -5,7 +5,8 @@
 One process plays one rank: what it sends is copied to pinned host memory, what it gets is replayed from there, each by
 a copy engine of its own, as between GPUs, but over the host's link. First the result and everything sent are compared
 with plain attention. Then three things alternate: the call's kernels alone, the pipelined call, and the call with an
-event around each operation. Copies are timed alone as well; from these durations the simulator predicts the call.
+event around each operation. The copies, both ways at once, are timed without kernels as well. From the durations of
+kernels alone and copies alone the simulator predicts the call.
 Writes report.json, durations.json (for python -m usp.simulate --measured), trace.json (torch's profiler), call.png.
 """
 
@@ -37,13 +38,15 @@ from usp.ranges import Ranges, layer_name, record_functions, who
 from usp.schedule import Kind
 from usp.simulate import simulate_emulated
 from usp.simulate_command import _widths
-from usp.stopwatch import HEAD_START_CYCLES, WORK, Timed, durations, time_alone, time_call, timeline_of
+from usp.stopwatch import HEAD_START_CYCLES, WORK, Timed, durations, time_call, timeline_of
 from usp.tables import describe
 from usp.trace_calls import calls_of
 from usp.trace_read import read
 from usp.trace_report import sums, text
 
 DEVICE = torch.device("cuda")
+MOVED = (*COPIES, Kind.SIGNAL)
+MOVES = (*MOVED, Kind.RECORD, Kind.AWAIT)  # everything that crosses the link, in its order, with no kernel beside it
 
 
 class Played:
@@ -115,7 +118,7 @@ def end_to_end(run: Callable[[], Any], calls: int = 1) -> float:
     """Microseconds a call on the main stream; the host issues ahead."""
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-    torch.cuda._sleep(HEAD_START_CYCLES * 2)
+    torch.cuda._sleep(HEAD_START_CYCLES)
     start.record()
     for _ in range(calls):
         run()
@@ -175,7 +178,8 @@ def measure(played: Played, rounds: int) -> tuple[dict[str, float], list[list[Ti
 
 def report(plan: AttentionPlan, rank: int, played: Played, rounds: int, out: Path) -> dict[str, Any]:
     totals, calls, work = measure(played, rounds)
-    copies = time_alone(played.executor, played.call(), (*COPIES, Kind.SIGNAL))
+    moved = [time_call(played.executor, played.call(), kinds=MOVES) for _ in range(5)]
+    copies = [one for call in moved for one in call if one.op.kind in MOVED]
     known = durations([*work, *copies])
     entries = [{"kind": kind, "what": what, "group": group, "us": us} for (kind, what, group), us in known.items()]
     (out / "durations.json").write_text(json.dumps(entries, indent=1))

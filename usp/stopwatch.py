@@ -19,7 +19,7 @@ from usp.plan import AttentionPlan
 from usp.schedule import Kind, Op
 from usp.timeline import WAITS, Event, Timeline
 
-HEAD_START_CYCLES = 4_000_000  # about 2 ms in which the host issues ahead
+HEAD_START_CYCLES = 12_000_000  # about 6 ms in which the host issues ahead
 WORK = (Kind.FILL, Kind.PLACE, Kind.ATTEND, Kind.KEEP)
 
 
@@ -44,23 +44,6 @@ def time_call(executor: Executor, call: Call, *, kinds: Sequence[Kind] | None = 
             marks.append((op, before, _mark(streams[op.stream])))
     torch.cuda.synchronize()
     return [Timed(op, (_us(start, before), _us(start, after))) for op, before, after in marks]
-
-
-def time_alone(executor: Executor, call: Call, kinds: Sequence[Kind], *, repeats: int = 5) -> list[Timed]:
-    """Each operation of these kinds with nothing beside it, again and again; spans begin at 0."""
-    found = []
-    for op, step in zip(executor.ops, executor.steps, strict=True):
-        for _ in range(repeats if op.kind in kinds else 0):
-            stream = executor.engine.streams[op.stream]
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(HEAD_START_CYCLES // 20)
-            before = _mark(stream)
-            step(call)
-            after = _mark(stream)
-            torch.cuda.synchronize()
-            found.append(Timed(op, (0.0, _us(before, after))))
-    return found
 
 
 def durations(timed: Iterable[Timed]) -> dict[Key, float]:

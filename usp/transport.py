@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from usp.errors import UserError
 from usp.exchange import CollectiveExchange
+from usp.fill import make_placer
 from usp.ipc.arena import Arena
 from usp.ipc.engine import Engine
 from usp.ipc.errors import SetupError
@@ -102,6 +103,7 @@ def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str
         return None
     rank, size = mesh.ulysses.index, mesh.ulysses.size
     rendezvous = GroupRendezvous(mesh.ulysses.group)
+    no_kernel = _why_no_kernel(device) if transport.name == "ipc" else None
     try:
         provider, _ = _cuda(device) if transport.name == "ipc" else _host()
         with Arena(8, rendezvous=rendezvous, provider=provider, layout="probe") as arena:
@@ -114,7 +116,22 @@ def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str
     except SetupError as error:
         return str(error)
     wrong = [peer for peer, value in enumerate(found) if value != PROBE + peer]
-    return f"rank {mesh.rank} does not see what ranks {wrong} of its group wrote" if wrong else None
+    return f"rank {mesh.rank} does not see what ranks {wrong} of its group wrote" if wrong else no_kernel
+
+
+def _why_no_kernel(device: torch.device) -> str | None:
+    """Whether the kernel that places own rows compiles and runs here: found out now, not in the first call."""
+    x, placed = (
+        torch.arange(16, device=device).view(1, 2, 1, 8),
+        torch.zeros(1, 2, 1, 8, dtype=torch.int64, device=device),
+    )
+    try:
+        make_placer([(0, placed)], num_heads=1, by_kernel=True)(x)
+    except SetupError as error:
+        return str(error)
+    except Exception as error:  # whatever a compiler that is missing or broken raises
+        return f"its Triton kernel fails: {type(error).__name__}: {error}"
+    return None if torch.equal(placed, x) else "its Triton kernel computes nonsense"
 
 
 def make_exchange(

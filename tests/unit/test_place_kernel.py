@@ -28,6 +28,7 @@ from usp.ipc.errors import SetupError
 from usp.kernels import load_place_heads
 from usp.kernels.reference import place_heads_reference
 from usp.plan import AttentionPlan
+from usp.transport import _why_no_kernel as why_no_kernel
 
 POISON = 0x5A
 NO_GPU = not torch.cuda.is_available()
@@ -224,6 +225,25 @@ def test_a_gpu_without_triton_is_told_at_construction(monkeypatch: pytest.Monkey
     rows = torch.zeros(1, 2, 1, 8)
     with pytest.raises(SetupError, match=r"Triton is not installed; pip install 'triton>=3\.4', or choose"):
         make_placer([(0, rows)], num_heads=1, by_kernel=True)
+
+
+def test_the_start_says_why_a_kernel_does_not_run(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: interpreted.place_heads)
+    assert why_no_kernel(device) is None
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: lambda x, table: None)
+    assert why_no_kernel(device) == "its Triton kernel computes nonsense"
+
+    def fails(x: torch.Tensor, table: torch.Tensor) -> None:
+        raise FileNotFoundError("no C compiler")
+
+    monkeypatch.setattr("usp.fill.load_place_heads", lambda: fails)
+    assert why_no_kernel(device) == "its Triton kernel fails: FileNotFoundError: no C compiler"
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "usp.kernels.place", raising=False)
+    monkeypatch.delattr(usp.kernels, "place", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed" in why_no_kernel(device)
 
 
 @pytest.mark.parametrize(("head_dim", "align", "access"), [(128, 16, "v4.b32"), (12, 8, "v2.b32"), (1, 2, "b16")])
