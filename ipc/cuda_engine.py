@@ -65,6 +65,15 @@ class CudaEngine:
         self._torch_streams[MAIN] = stream
         self._handles[MAIN] = self._driver.CUstream(stream.cuda_stream)
 
+    def begin(self) -> None:
+        import torch
+
+        stream, before = torch.cuda.current_stream(self._device), self._torch_streams[MAIN]
+        if stream.cuda_stream != before.cuda_stream:
+            stream.wait_stream(before)
+            self.use_main(stream)
+        self._refuse_capture()
+
     def bind_thread(self) -> None:
         """Make the calling thread one that may use this engine."""
         call(self._driver.cuCtxSetCurrent, self._context)
@@ -92,7 +101,7 @@ class CudaEngine:
     def await_event(self, stream: str, event: str) -> None:
         call(self._driver.cuStreamWaitEvent, self._stream(stream), self._events[event], 0)
 
-    def launch(self, stream: str, function: Callable[[], None]) -> None:
+    def launch(self, stream: str, function: Callable[[], object]) -> None:
         import torch
 
         self._stream(stream)
@@ -152,9 +161,8 @@ class CudaEngine:
 
     def _stream(self, name: str) -> Any:
         assert not self._closed
-        self._raise_failure()
-        if name == MAIN:
-            self._refuse_capture()
+        if self._failure is not None:
+            raise self._failure
         return self._handles[name]
 
     def _refuse_capture(self) -> None:

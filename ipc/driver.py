@@ -20,10 +20,10 @@ def load_driver() -> Any:
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
     """The value of a driver call, None if it has none. Raises CudaError("cuIpcOpenMemHandle: ... (217)")."""
-    code, *values = function(*arguments)
-    if int(code) != 0:
-        raise cuda_error(function.__name__, code)
-    return values[0] if values else None
+    result = function(*arguments)
+    if result[0] != 0:
+        raise cuda_error(function.__name__, result[0])
+    return result[1] if len(result) > 1 else None
 
 
 def cuda_error(name: str, code: Any) -> CudaError:

@@ -48,6 +48,9 @@ class Engine(Protocol):
     @property
     def streams(self) -> Mapping[str, Any]: ...
 
+    def begin(self) -> None:
+        """Before the operations of a call: `main` is the caller's stream, behind everything on the one before."""
+
     def prepare_copy(self, target: Block, source: Block) -> PreparedCopy:
         """Blocks of equal width and height, which do not overlap."""
 
@@ -67,7 +70,7 @@ class Engine(Protocol):
     def await_event(self, stream: str, event: str) -> None:
         """Hold the stream until the latest `record` of the event, which must have been issued, has passed."""
 
-    def launch(self, stream: str, function: Callable[[], None]) -> None:
+    def launch(self, stream: str, function: Callable[[], object]) -> None:
         """Run a function whose work belongs on the stream."""
 
     def is_idle(self) -> bool:

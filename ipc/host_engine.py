@@ -46,6 +46,9 @@ class HostEngine:
         self._main = InlineStream()
         self.streams: Mapping[str, InlineStream | WorkerStream] = {MAIN: self._main, **self._workers}
 
+    def begin(self) -> None:
+        self._raise_failure()
+
     def prepare_copy(self, target: Block, source: Block) -> HostCopy:
         return HostCopy(target, source)
 
@@ -69,7 +72,7 @@ class HostEngine:
     def await_event(self, stream: str, event: str) -> None:
         self._issue(stream, partial(self._await_passed, event, self._recorded[event]))
 
-    def launch(self, stream: str, function: Callable[[], None]) -> None:
+    def launch(self, stream: str, function: Callable[[], object]) -> None:
         self._issue(stream, function if stream == MAIN else _in_current_modes(function))
 
     def is_idle(self) -> bool:
@@ -162,7 +165,7 @@ class HostEngine:
             self._flags.wake(address)
 
 
-def _in_current_modes(function: Callable[[], None]) -> Callable[[], None]:
+def _in_current_modes(function: Callable[[], object]) -> Callable[[], None]:
     """The function under the issuing thread's autograd modes, which are a thread's own in torch."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 

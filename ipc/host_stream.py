@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-Operation = Callable[[], None]
+Operation = Callable[[], object]
 JOIN_S = 5.0
 
 

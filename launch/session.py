@@ -87,11 +87,13 @@ class Session:
     def _make_video(self, index: int, states: torch.Tensor, vae: Any) -> dict[str, object]:
         seed, is_last = self.job.seed(index), index == len(self.job.prompts) - 1
         prompt = Prompt(states[index][None], states[-1][None] if self.request.guided else None)
-        with self.phases.phase("sampling"):
-            latents, seconds = self._sample(seed, prompt)
-            digest = _digest(latents)
-            agree({"latents_sha256": digest}, what="ranks ended with different latents")
-        prompt.drop()
+        try:
+            with self.phases.phase("sampling"):
+                latents, seconds = self._sample(seed, prompt)
+                digest = _digest(latents)
+                agree({"latents_sha256": digest}, what="ranks ended with different latents")
+        finally:  # whoever handles an error may need the room
+            prompt.drop()
         if self.request.offload_model or is_last:  # decoding needs the room
             self.experts.drop()
             release_memory(self.ranks.device)

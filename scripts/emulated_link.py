@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -127,24 +128,32 @@ def end_to_end(run: Callable[[], Any], calls: int = 1) -> float:
     return start.elapsed_time(end) * 1e3 / calls
 
 
-def host_issue(played: Played, repeats: int = 30) -> dict[str, float]:
-    """Microseconds of host time to issue a call, the stand-ins for peers left out: median and slowest."""
+def host_issue(played: Played, repeats: int = 30) -> dict[str, Any]:
+    """Microseconds of host time to issue a call, the stand-ins for peers left out: median, slowest, and by kind."""
     executor = played.executor
-    steps = [step for op, step in zip(executor.ops, executor.steps, strict=True) if op.stream != ARRIVALS]
+    steps = [(op, step) for op, step in zip(executor.ops, executor.steps, strict=True) if op.stream != ARRIVALS]
     others = [step for op, step in zip(executor.ops, executor.steps, strict=True) if op.stream == ARRIVALS]
-    found = []
-    for _ in range(repeats):
+    found, by_kind = [], Counter[str]()
+    for number in range(2 * repeats):
         call = played.call()
         torch.cuda.synchronize()
         torch.cuda._sleep(HEAD_START_CYCLES)  # nothing may be waited for while it is issued
-        start = time.perf_counter()
-        for step in steps:
+        start = before = time.perf_counter()
+        executor.engine.begin()
+        for op, step in steps:
             step(call)
-        found.append((time.perf_counter() - start) * 1e6)
+            if number % 2:
+                now = time.perf_counter()
+                by_kind[op.kind.value] += (now - before) * 1e6 / repeats
+                before = now
+        if number % 2 == 0:
+            found.append((time.perf_counter() - start) * 1e6)
         for step in others:
             step(call)
     torch.cuda.synchronize()
-    return {"median_us": median(found), "slowest_us": max(found), "operations": len(steps)}
+    counts = Counter(op.kind.value for op, _ in steps)
+    each = {kind: f"{counts[kind]} x {us / counts[kind]:.1f}" for kind, us in by_kind.items()}
+    return {"median_us": median(found), "slowest_us": max(found), "operations": len(steps), "by_kind": each}
 
 
 def profile(plan: AttentionPlan, rank: int, attention: Any, path: Path, calls: int) -> None:
@@ -174,6 +183,20 @@ def measure(played: Played, rounds: int) -> tuple[dict[str, float], list[list[Ti
         calls.append(time_call(played.executor, played.call()))
         totals["back_to_back"].append(end_to_end(played.run, calls=4))
     return {name: median(all_) for name, all_ in totals.items()}, calls, work
+
+
+def compare(plans: dict[str, AttentionPlan], rank: int, attention: Any, rounds: int) -> list[dict[str, Any]]:
+    """Groupings that take turns: the kernels of a call alone, and the call, back to back; medians in milliseconds."""
+    played = {name: Played(plan, rank, attention) for name, plan in plans.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
+    for one in played.values():
+        one.check()
+    for _ in range(rounds):
+        for name, one in played.items():
+            kernels = time_call(one.executor, one.call(), kinds=WORK)[-1].span[1]
+            found[name].append((kernels / 1e3, end_to_end(one.run, calls=3) / 1e3))
+    columns = {name: [median(column) for column in zip(*all_, strict=True)] for name, all_ in found.items()}
+    return [{"groups": name, "kernels_ms": work, "call_ms": call} for name, (work, call) in columns.items()]
 
 
 def report(plan: AttentionPlan, rank: int, played: Played, rounds: int, out: Path) -> dict[str, Any]:
@@ -215,10 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = choose_attention(flags.attention, device=DEVICE, dtype=torch.bfloat16, head_dim=128)
     counts = split_counts(flags.tokens, flags.ranks)
     shape = {"token_counts": counts, "num_heads": flags.heads, "head_dim": 128, "dtype": "bfloat16"}
-    plan = make_plan(**shape)
-    if flags.groups:
-        widths = _widths(flags.groups, flags.ranks, flags.heads)
-        plan = AttentionPlan(**shape, num_kv_heads=flags.heads, group_widths=widths)
+
+    def grouped(groups: str) -> AttentionPlan:
+        widths = _widths(groups, flags.ranks, flags.heads)
+        return AttentionPlan(**shape, num_kv_heads=flags.heads, group_widths=widths)
+
+    plan = grouped(flags.groups) if flags.groups else make_plan(**shape)
+    if flags.compare:
+        with torch.inference_mode():
+            rows = compare({one: grouped(one) for one in flags.compare}, flags.rank, chosen.backend, flags.rounds)
+        (flags.out / "groups.json").write_text(json.dumps(rows, indent=1))
+        print(describe(plan).partition(", groups")[0], *rows, sep="\n")
+        return 0
     print(f"{describe(plan)}; attention {chosen.backend.name}: {chosen.reason}", flush=True)
     with torch.inference_mode():
         played = Played(plan, flags.rank, chosen.backend)
@@ -255,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0, help="the one that is played")
     parser.add_argument("--groups", help="heads per group, such as 2-5-6-5-2 (default: the plan's own rule)")
+    parser.add_argument("--compare", nargs="+", metavar="GROUPS", help="only time these groupings, in turns")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--profile", type=int, default=3, metavar="CALLS", help="under torch's profiler; 0: none")

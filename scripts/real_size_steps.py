@@ -42,6 +42,7 @@ def random_expert(config: TransformerConfig, *, seed: int, device: torch.device)
             value += 1
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+    model.fuse()
     return model.eval()
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from usp.errors import UserError
-from usp.plan import ITEMSIZE, NUM_SMS, TILE_ROWS, AttentionPlan, HeadGroup
+from usp.grouping import NUM_SMS, TILE_ROWS
+from usp.plan import ITEMSIZE, AttentionPlan, HeadGroup
 from usp.schedule import Kind, Op, Region
 
 COPIES = (Kind.SEND, Kind.RETURN)

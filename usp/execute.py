@@ -88,6 +88,7 @@ class Executor:
 
     def run(self, call: Call) -> torch.Tensor:
         """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
+        self.engine.begin()
         for step in self.steps:
             step(call)
         top, bottom = self.places[self.rank].result_rows

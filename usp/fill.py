@@ -12,7 +12,7 @@ from usp.exchange import dense_heads
 from usp.kernels import load_place_heads
 from usp.kernels.reference import place_heads_reference
 
-FillAll = Callable[[FillBlocks], None]
+FillAll = Callable[[FillBlocks], object]  # what it returns is not used
 
 
 def make_placer(

@@ -10,19 +10,13 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+from usp.grouping import TILE_ROWS, choose_widths, spread_widths
 from usp.layout import split_counts, split_offsets
 
 MAX_RANKS = 16
 ALIGNMENT = 256  # bytes, of every buffer in an arena
 FLAG_STRIDE = 64  # bytes: one cache line each
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-# Shape of the work by number of groups: only the first group's sends and the last group's returns cannot hide, so the
-# ends are small.
-GROUP_WEIGHTS = {1: (1,), 2: (1, 2), 3: (1, 2, 2), 4: (1, 3, 3, 1), 5: (2, 5, 6, 5, 2)}
-GROUPS_FOR_HEADS = ((10, 5), (8, 4), (3, 3), (2, 2), (0, 1))  # (at least so many heads, so many groups)
-TILE_ROWS, NUM_SMS = 128, 132  # of the attention kernels on Hopper
-MIN_WAVES = 2.0  # of a group; smaller ones waste more in their last wave than overlap gains
 
 
 @dataclass(frozen=True)
@@ -140,34 +134,25 @@ def make_plan(
     direct: bool = True,
     attend_streams: int = 1,
 ) -> AttentionPlan:
-    """A plan with the usual shares: heads split at key/value heads, groups by `group_widths` unless counted here."""
+    """A plan with the usual shares: heads split at key/value heads, groups by `usp.grouping` unless counted here."""
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     counts = split_counts(kv_heads, len(token_counts))
-    ratio = max(1, num_heads // max(1, kv_heads))
     if num_groups is None:
-        num_groups = default_num_groups(counts[0] * ratio * batch, counts[0], num_tokens=sum(token_counts))
-    widths = tuple(group_widths(count, num_groups) for count in counts)
+        tokens, ratio = sum(token_counts), max(1, num_heads // max(1, kv_heads))
+        tiles = ratio * batch * -(-tokens // TILE_ROWS)
+        most = choose_widths(counts[0], tiles_per_head=tiles, num_tokens=tokens, num_ranks=len(token_counts))
+        fewer = (*most[:-2], *_one_less(most[-2:]))
+        widths = tuple(most if count == counts[0] else fewer for count in counts)
+    else:
+        widths = tuple(spread_widths(count, num_groups) for count in counts)
     return AttentionPlan(
         *(token_counts, num_heads, kv_heads, head_dim, dtype, widths, batch, prefix, suffix, direct, attend_streams)
     )
 
 
-def default_num_groups(num_heads: int, num_kv_heads: int, *, num_tokens: int) -> int:
-    """As many groups as the heads can shape and the tile waves of the kernel can fill."""
-    waves = num_heads * -(-num_tokens // TILE_ROWS) / NUM_SMS
-    by_heads = next(groups for heads, groups in GROUPS_FOR_HEADS if num_kv_heads >= heads)
-    return max(1, min(by_heads, int(waves / MIN_WAVES)))
-
-
-def group_widths(num_heads: int, num_groups: int) -> tuple[int, ...]:
-    """Heads of each group by GROUP_WEIGHTS, or evenly for more groups than that; largest remainders first."""
-    weights = GROUP_WEIGHTS.get(num_groups, (1,) * num_groups)
-    exact = [num_heads * weight / sum(weights) for weight in weights]
-    widths = [int(share) for share in exact]
-    by_remainder = sorted(range(num_groups), key=lambda group: widths[group] - exact[group])
-    for group in by_remainder[: num_heads - sum(widths)]:
-        widths[group] += 1
-    return tuple(widths)
+def _one_less(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """For ranks with one head less than the first: the group before the last is cut, or the only one."""
+    return (widths[0] - 1, *widths[1:])
 
 
 def _check(plan: AttentionPlan) -> None:

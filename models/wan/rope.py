@@ -44,15 +44,5 @@ def rope_table(token_grid: tuple[int, int, int], head_dim: int) -> RopeTable:
     return RopeTable(table.cos().float(), table.sin().float())
 
 
-def apply_rope(x_bshd: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-    """Turn every (even, odd) pair of columns by its angle, in fp32; the result has the dtype of the input."""
-    even, odd = x_bshd.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rope.cos[:, None], rope.sin[:, None]  # [S, D/2] -> [S, 1, D/2]
-    out = torch.empty_like(x_bshd)
-    out[..., 0::2] = even * cos - odd * sin
-    out[..., 1::2] = even * sin + odd * cos
-    return out
-
-
 def _frequencies(columns: int) -> torch.Tensor:
     return 1.0 / THETA ** (torch.arange(0, columns, 2, dtype=torch.float64) / columns)

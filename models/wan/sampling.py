@@ -52,17 +52,19 @@ class Prompt:
     def __init__(self, positive: torch.Tensor, negative: torch.Tensor | None) -> None:
         self.states = {"positive": positive, "negative": negative}
         self._model: WanTransformer | None = None
+        self._device: torch.device | None = None
         self._projected: dict[str, Any] = {}
 
     def project(self, model: WanTransformer, branch: str) -> Any:
-        """Keys and values of every block for one branch, computed at its first use under this model."""
-        if self._model is not model:
+        """Keys and values of every block for one branch, computed at its first use under this model on this device."""
+        device = next(model.parameters()).device
+        if self._model is not model or self._device != device:
             self.drop()
-            self._model = model
+            self._model, self._device = model, device
         if branch not in self._projected:
             states = self.states[branch]
             assert states is not None, "a guided step needs the negative prompt's states"
-            self._projected[branch] = model.project_text(states)
+            self._projected[branch] = model.project_text(states.to(device))
         return self._projected[branch]
 
     def drop(self) -> None:

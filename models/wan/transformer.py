@@ -3,7 +3,8 @@
 Everything except self-attention is local to a token, so the model takes the tokens it is given (a whole clip or a
 rank's share) and a `self_attention` callable that knows whom to ask for the rest. Parameter names are those of the
 Diffusers checkpoints; arithmetic and rounding follow the reference, `diffusers.WanTransformer3DModel`: norms,
-modulation and residual sums in fp32, everything else in the dtype of the weights.
+modulation and residual sums in fp32, everything else in the dtype of the weights. What lies between the products and
+attention is done by `usp.kernels`: each pass reads and writes a row once.
 
 Shapes: B batch, S tokens, L text positions, H heads, D head dim, C = H * D model width.
 """
@@ -16,10 +17,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from usp.attention import Attention
+from usp.destinations import FillBlocks
+from usp.kernels import Kernels, kernels_for, twins
 from usp.models.wan.config import PATCH_SIZE, TransformerConfig
-from usp.models.wan.rope import RopeTable, apply_rope
+from usp.models.wan.fused import fuse_rows, fused_rows
+from usp.models.wan.rope import RopeTable
+from usp.ulysses import UlyssesAttention
 
 PROJECTED_ROWS = 4096
+
+
+class Addend(NamedTuple):
+    """What is still to be added to the residual stream: y * gate, or y alone; [B, S, C] and fp32 [B, 1, C]."""
+
+    y: torch.Tensor
+    gate: torch.Tensor | None
 
 
 class TextKV(NamedTuple):
@@ -38,9 +50,14 @@ class WanTransformer(nn.Module):
         self.patch_embedding = PatchEmbedding(config.in_channels, config.dim)
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
-        self.norm_out = FP32LayerNorm(config.dim, eps=config.eps, elementwise_affine=False)
+        self.norm_out = nn.LayerNorm(config.dim, eps=config.eps, elementwise_affine=False)
         self.proj_out = nn.Linear(config.dim, config.out_patch_dim)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, config.dim))
+
+    def fuse(self) -> None:
+        """Lay the weights of products over the same input beside each other, so that one product does for them."""
+        for block in self._blocks():
+            block.attn1.fuse()
 
     def project_text(self, text_blc: torch.Tensor) -> list[TextKV]:
         """Encoder states [B, L, text_dim] -> keys and values of every block. Once per prompt and expert."""
@@ -56,57 +73,91 @@ class WanTransformer(nn.Module):
         rope: RopeTable,
         self_attention: Attention,
         cross_attention: Attention,
+        kernels: Kernels | None = None,
     ) -> torch.Tensor:
-        """Predict for [B, S, patch_dim] tokens at `timestep` [B]; `rope` has S rows. Returns [B, S, out_patch_dim]."""
-        x = self.patch_embedding(tokens_bsp)
+        """Predict for [B, S, patch_dim] tokens at `timestep` [B]; `rope` has S rows. Returns [B, S, out_patch_dim].
+
+        `kernels` are those of the device if left out; under autograd their twins, which can be differentiated.
+        """
+        if kernels is None:
+            kernels = twins() if torch.is_grad_enabled() else kernels_for(tokens_bsp.device)
+        x, addend = self.patch_embedding(tokens_bsp), None
         time, modulation = self.condition_embedder(timestep, dtype=x.dtype)
         for block, text_kv in zip(self._blocks(), text, strict=True):
-            x = block(
+            x, addend = block(
                 x,
+                addend,
                 modulation=modulation,
                 text_kv=text_kv,
                 rope=rope,
                 self_attention=self_attention,
                 cross_attention=cross_attention,
+                kernels=kernels,
             )
-        shift, scale = (self.scale_shift_table + time[:, None]).chunk(2, dim=1)
-        return project_rows(self.proj_out, modulate(self.norm_out(x.float()), shift, scale).type_as(x))
+        shift, scale = (self.scale_shift_table + time[:, None]).float().chunk(2, dim=1)
+        _, h = add_and_norm(kernels, x, addend, self.norm_out, scale=scale, shift=shift)
+        return project_rows(self.proj_out, h)
 
     def _blocks(self) -> list["WanBlock"]:
         return list(self.blocks)  # type: ignore[arg-type]
 
 
 class WanBlock(nn.Module):
-    """Self-attention, cross-attention to the text, feed-forward; each around a residual stream [B, S, C]."""
+    """Self-attention, cross-attention to the text, feed-forward; each around a residual stream [B, S, C].
+
+    A block hands its last addend to the next one, whose first norm reads the stream anyway.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         dim, eps = config.dim, config.eps
-        self.norm1 = FP32LayerNorm(dim, eps=eps, elementwise_affine=False)
+        self.norm1 = nn.LayerNorm(dim, eps=eps, elementwise_affine=False)
         self.attn1 = SelfAttention(config)
-        self.norm2 = FP32LayerNorm(dim, eps=eps) if config.cross_attn_norm else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=eps) if config.cross_attn_norm else nn.Identity()
         self.attn2 = CrossAttention(config)
-        self.norm3 = FP32LayerNorm(dim, eps=eps, elementwise_affine=False)
+        self.norm3 = nn.LayerNorm(dim, eps=eps, elementwise_affine=False)
         self.ffn = FeedForward(dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
 
     def forward(
         self,
         x: torch.Tensor,
+        addend: Addend | None,
         *,
         modulation: torch.Tensor,
         text_kv: TextKV,
         rope: RopeTable,
         self_attention: Attention,
         cross_attention: Attention,
-    ) -> torch.Tensor:
+        kernels: Kernels,
+    ) -> tuple[torch.Tensor, Addend]:
+        """The stream without this block's last addend, and that addend."""
         shift1, scale1, gate1, shift3, scale3, gate3 = (self.scale_shift_table + modulation.float()).chunk(6, dim=1)
-        h = modulate(self.norm1(x.float()), shift1, scale1).type_as(x)
-        x = (x.float() + self.attn1(h, rope=rope, attention=self_attention) * gate1).type_as(x)
-        h = self.norm2(x.float()).type_as(x)
-        x = x + self.attn2(h, text_kv, attention=cross_attention)
-        h = modulate(self.norm3(x.float()), shift3, scale3).type_as(x)
-        return (x.float() + self.ffn(h).float() * gate3).type_as(x)
+        x, h = add_and_norm(kernels, x, addend, self.norm1, scale=scale1, shift=shift1)
+        addend = Addend(self.attn1(h, rope=rope, attention=self_attention, kernels=kernels), gate1)
+        x, h = add_and_norm(kernels, x, addend, self.norm2)
+        addend = Addend(self.attn2(h, text_kv, attention=cross_attention, kernels=kernels), None)
+        x, h = add_and_norm(kernels, x, addend, self.norm3, scale=scale3, shift=shift3)
+        return x, Addend(self.ffn(h), gate3)
+
+
+def add_and_norm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    addend: Addend | None,
+    norm: nn.Module,
+    *,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stream with what was still to be added, and its LayerNorm, modulated; [B, S, C] both."""
+    y, gate = addend or (None, None)
+    if not isinstance(norm, nn.LayerNorm):
+        assert y is not None and gate is not None and scale is None
+        x = (x.float() + y * gate).type_as(x)
+        return x, norm(x)
+    weight, bias = (None if one is None else one.float() for one in (norm.weight, norm.bias))
+    return kernels.residual_norm(x, y, gate, weight=weight, bias=bias, scale=scale, shift=shift, eps=norm.eps)
 
 
 class WanAttention(nn.Module):
@@ -115,7 +166,7 @@ class WanAttention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         dim = config.dim
-        self.head_dim = config.head_dim
+        self.head_dim, self.eps = config.head_dim, config.eps
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
         self.norm_q = nn.RMSNorm(dim, eps=config.eps)
@@ -129,11 +180,28 @@ class WanAttention(nn.Module):
 
 
 class SelfAttention(WanAttention):
-    def forward(self, x: torch.Tensor, *, rope: RopeTable, attention: Attention) -> torch.Tensor:
-        q = apply_rope(self.split_heads(self.norm_q(self.to_q(x))), rope)
-        k = apply_rope(self.split_heads(self.norm_k(self.to_k(x))), rope)
-        v = self.split_heads(self.to_v(x))
-        return self.project_out(attention(q, k, v))
+    def fuse(self) -> None:
+        fuse_rows(self.to_q, self.to_k, self.to_v)
+
+    def forward(self, x: torch.Tensor, *, rope: RopeTable, attention: Attention, kernels: Kernels) -> torch.Tensor:
+        q, k, v = (self.split_heads(one) for one in self._project(x))
+        weights = self.norm_q.weight, self.norm_k.weight
+
+        def norm_rope(blocks: FillBlocks | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            return kernels.norm_rope(q, k, *weights, rope.cos, rope.sin, eps=self.eps, blocks=blocks)
+
+        if isinstance(attention, UlyssesAttention):
+            out = attention.filled(v, norm_rope, num_heads=q.shape[2])
+        else:
+            out = attention(*norm_rope(), v)
+        return self.project_out(out)
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v [B, S, C], slices of one product where the weights lie beside each other."""
+        fused = fused_rows(self.to_q, self.to_k, self.to_v)
+        if fused is None:
+            return self.to_q(x), self.to_k(x), self.to_v(x)
+        return F.linear(x, *fused).chunk(3, dim=-1)
 
 
 class CrossAttention(WanAttention):
@@ -143,8 +211,8 @@ class CrossAttention(WanAttention):
         k = self.split_heads(self.norm_k(self.to_k(context_blc)))
         return TextKV(k, self.split_heads(self.to_v(context_blc)))
 
-    def forward(self, x: torch.Tensor, text_kv: TextKV, *, attention: Attention) -> torch.Tensor:
-        q = self.split_heads(self.norm_q(self.to_q(x)))
+    def forward(self, x: torch.Tensor, text_kv: TextKV, *, attention: Attention, kernels: Kernels) -> torch.Tensor:
+        q = kernels.rms_norm(self.split_heads(self.to_q(x)), self.norm_q.weight, eps=self.eps)
         return self.project_out(attention(q, text_kv.k, text_kv.v))
 
 
@@ -196,19 +264,6 @@ class TwoLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_2(self.activation(self.linear_1(x)))
-
-
-class FP32LayerNorm(nn.LayerNorm):
-    """LayerNorm that computes in fp32. Its caller passes fp32 and rounds afterwards."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else self.weight.float()
-        bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
-
-
-def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * (1 + scale) + shift
 
 
 def project_rows(layer: nn.Linear, x_bsc: torch.Tensor) -> torch.Tensor:

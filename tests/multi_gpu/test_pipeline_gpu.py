@@ -115,6 +115,51 @@ def test_two_hundred_calls_back_to_back(ranks, world: int) -> None:
     ranks(world).run(check_back_to_back, 200)
 
 
+def check_streams(env: RankEnv, calls: int) -> None:
+    """Calls from two streams in turn, each with its own inputs; nobody waits in between but the exchange itself."""
+    tokens, heads = 2310, 12
+    attn = attention_of(env, tokens)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    given = [own_qkv(env, tokens, heads, seed) for seed in range(calls)]
+    expected = [attn.plain(*qkv) for qkv in given]
+    torch.cuda.synchronize()
+    found = []
+    with attn.exchange:
+        for number, (q, k, v) in enumerate(given):
+            with torch.cuda.stream(streams[number % 2]):
+                found.append(attn(q, k, v))
+        torch.cuda.synchronize()
+        attn.exchange.check()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_calls_from_other_streams_wait_for_the_ones_before(ranks) -> None:
+    ranks(2).run(check_streams, 12)
+
+
+def check_capture(env: RankEnv) -> str:
+    attn = attention_of(env, 45)
+    with attn.exchange:
+        qkv = own_qkv(env, 45, 5, 0)
+        attn(*qkv)
+        torch.cuda.synchronize()
+    try:
+        attn = attention_of(env, 45)
+        attn(*qkv)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            attn(*qkv)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        attn.exchange.close()
+    return "nothing"
+
+
+def test_graph_capture_is_refused(ranks) -> None:
+    assert all("cannot be captured in a CUDA graph" in text for text in ranks(2).run(check_capture))
+
+
 def used_memory() -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

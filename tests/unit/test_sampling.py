@@ -82,8 +82,13 @@ def test_keeping_one_expert_lets_the_other_go_first() -> None:
 def test_text_is_projected_once_per_branch_and_dropped_with_the_expert() -> None:
     projected: list[tuple[str, int]] = []
 
+    devices = {"high": torch.device("cpu"), "low": torch.device("cpu")}
+
     def expert(name: str):
-        return SimpleNamespace(project_text=lambda states: projected.append((name, int(states[0, 0, 0]))) or [name])
+        return SimpleNamespace(
+            project_text=lambda states: projected.append((name, int(states[0, 0, 0]))) or [name],
+            parameters=lambda: iter([SimpleNamespace(device=devices[name])]),
+        )
 
     prompt = Prompt(torch.full((1, 1, 1), 1), torch.full((1, 1, 1), 2))
     high, low = expert("high"), expert("low")
@@ -91,6 +96,9 @@ def test_text_is_projected_once_per_branch_and_dropped_with_the_expert() -> None
         for branch in ("positive", "negative", "positive"):
             prompt.project(model, branch)
     assert projected == [(name, branch) for name in ("high", "low", "high") for branch in (1, 2)]
+    devices["high"] = torch.device("cpu", 0)  # as good as another one
+    prompt.project(high, "positive")
+    assert projected[6:] == [("high", 1)]
     prompt.drop()
     assert not prompt._projected and prompt._model is None
 

@@ -17,7 +17,7 @@ TRAITS = {
     "sdpa": Traits((), "torch picks the kernel", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
     "cudnn": Traits((), "cuDNN picks", majors=AMPERE_UP),
     "efficient": Traits((), "it has no split of keys", takes_gqa=False, dtypes=ANY_FLOAT, majors=(7, *AMPERE_UP)),
-    "math": Traits((), "a matrix product over all keys", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
+    "math": Traits((), "a matrix product over all keys, head by head", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
 }
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -39,9 +39,22 @@ def make(name: str, device: torch.device) -> Kernel:
     if name == "sdpa":
         return lambda q, k, v, _out: sdpa(q, k, v)
     kernel = KERNELS[name]
+    through = _head_by_head if name == "math" else sdpa
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor | None) -> torch.Tensor:
         with CHOICE, sdpa_kernel(kernel):
-            return sdpa(q, k, v)
+            return through(q, k, v)
 
     return attend
+
+
+def _head_by_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """cuBLAS picks its algorithm for a batched product by the batch, and so other bits for other groups of heads."""
+    ratio = q.shape[2] // k.shape[2]
+    each = [
+        sdpa(q[b : b + 1, :, h : h + 1], *(x[b : b + 1, :, h // ratio : h // ratio + 1] for x in (k, v)))
+        for b in range(q.shape[0])
+        for h in range(q.shape[2])
+    ]
+    # [B * H] of [1, S, 1, D] -> [B, S, H, D]
+    return torch.cat(each, dim=2).unflatten(2, q.shape[::2][:2]).squeeze(0).transpose(0, 1)

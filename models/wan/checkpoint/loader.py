@@ -34,6 +34,7 @@ def load_transformer(files: ExpertFiles, *, device: torch.device, dtype: torch.d
     with torch.device("meta"):
         module = WanTransformer(files.config)
     fill(module, read_stored(files.tensors, device), source=files.folder, device=device, dtype_of=dtype_of)
+    module.fuse()
     return module
 
 
