@@ -58,7 +58,10 @@ class Arena:
                 f"{dtype} {tuple(shape)} from byte {offset} to {end} does not fit the {self.nbytes[rank]} bytes "
                 f"of rank {rank}, or is not aligned to {dtype.itemsize}"
             )
-        return self._whole(rank)[offset:].view(dtype).as_strided(tuple(shape), tuple(strides))
+        import torch
+
+        with torch.inference_mode(False):  # a view is written under whatever mode the caller is in
+            return self._whole(rank)[offset:].view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
         """Let go of the peers' memory, meet, free the own. Collective; the streams must be idle. May be called twice.
@@ -110,8 +113,8 @@ class Arena:
         """Allocate, and tell everybody. All ranks see the same handles, so the checks raise on all or on none."""
         own = agreed(self._rendezvous, lambda: self._allocate(nbytes, layout, epoch))
         handles: list[Handle] = self._rendezvous.gather(own)
-        check_same_host(handles)
-        check_same_memory(handles)
+        check_same_host(handles, self._rendezvous.names)
+        check_same_memory(handles, self._rendezvous.names)
         return handles
 
     def _allocate(self, nbytes: int, layout: str, epoch: int) -> Handle:

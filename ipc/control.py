@@ -1,7 +1,8 @@
-"""What each rank says about itself, in host memory that all ranks of the group read: calls begun, and the end.
+"""What each rank says about itself, in host memory that all ranks of the group read: calls begun, letters, the end.
 
 A rank posts a call before it issues it; the last few stay readable, so that two ranks can be compared at the same
-call although one is ahead. Posting costs a few microseconds. Used by the watchdog, with CUDA arenas as well.
+call although one is ahead. Letters carry what ranks tell each other where they meet. Posting costs a few microseconds.
+Used by the watchdog, with CUDA arenas as well.
 """
 
 import struct
@@ -15,15 +16,18 @@ from usp.ipc.rendezvous import Rendezvous
 
 ENTRY = struct.Struct("<qqq24sI")  # call, step, layer, plan, checksum: an entry read while it is written is ignored
 REASON_NBYTES = 384
-STATE = struct.Struct(f"<qq{REASON_NBYTES}s")  # state, rank at fault, reason
+STATE = struct.Struct(f"<qq{REASON_NBYTES}sI")  # state, rank at fault, reason, checksum
 RING = 8  # calls that stay readable
 ENTRY_STRIDE, STATE_OFFSET = 64, 64 * RING
-PAGE_NBYTES = 1024
+LETTER = struct.Struct("<qII")  # number of the meeting, bytes, checksum
+LETTER_OFFSET, LETTER_NBYTES = 1024, 8192  # two: nobody is more than one meeting ahead of anybody
+PAGE_NBYTES = LETTER_OFFSET + 2 * (LETTER.size + LETTER_NBYTES)
 
 
 class State(IntEnum):
     RUNNING = 0
     GAVE_UP = 1
+    CLOSED = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Status:
 
 
 class ControlPages:
-    """One page per rank. Collective to make and to close; in between only memory is read and written."""
+    """One page per rank. Collective to make; after that only memory is read and written, and nobody waits to end."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rank = rendezvous.rank
@@ -70,21 +74,45 @@ class ControlPages:
 
     def give_up(self, reason: str, *, at_fault: int) -> None:
         """Say that this rank takes no further part."""
-        STATE.pack_into(self._pages[self.rank], STATE_OFFSET, State.GAVE_UP, at_fault, reason.encode()[:REASON_NBYTES])
+        self._post_state(State.GAVE_UP, at_fault, reason.encode()[:REASON_NBYTES])
+
+    def leave(self) -> None:
+        """Say that this rank ended in good order."""
+        self._post_state(State.CLOSED, self.rank, b"")
+
+    def has_given_up(self, rank: int) -> bool:
+        """A look at one word, for those who ask often."""
+        return bool(self._pages[rank][STATE_OFFSET] == State.GAVE_UP)
+
+    def send(self, meeting: int, letter: bytes) -> None:
+        """For all ranks to read, once each is at this meeting; the last letter but one is overwritten."""
+        if len(letter) > LETTER_NBYTES:
+            raise ValueError(f"a letter of {len(letter)} bytes; a page takes {LETTER_NBYTES}")
+        page, start = self._pages[self.rank], _letter_offset(meeting)
+        page[start + LETTER.size : start + LETTER.size + len(letter)] = letter
+        LETTER.pack_into(page, start, meeting, len(letter), zlib.crc32(letter))
+
+    def letter(self, rank: int, meeting: int) -> bytes | None:
+        """What a rank sent to this meeting; None while it has not come."""
+        page, start = self._pages[rank], _letter_offset(meeting)
+        number, nbytes, checksum = LETTER.unpack_from(page, start)
+        content = bytes(page[start + LETTER.size : start + LETTER.size + min(nbytes, LETTER_NBYTES)])
+        return content if number == meeting and zlib.crc32(content) == checksum else None
 
     def read(self, rank: int) -> Status:
         page = bytes(self._pages[rank])
         begun = {entry.call: entry for index in range(RING) if (entry := _read_entry(page, index)) is not None}
-        state, at_fault, reason = STATE.unpack_from(page, STATE_OFFSET)
+        *words, checksum = STATE.unpack_from(page, STATE_OFFSET)
+        state, at_fault, reason = words if zlib.crc32(STATE.pack(*words, 0)) == checksum else (State.RUNNING, -1, b"")
         return Status(begun, State(state), at_fault, _text(reason))
-
-    def close(self) -> None:
-        self._pages.clear()
-        self._arena.close()
 
     def abandon(self) -> None:
         """Without meeting the others. What they have open they can go on reading."""
         self._arena.abandon()
+
+    def _post_state(self, state: State, at_fault: int, reason: bytes) -> None:
+        packed = STATE.pack(state, at_fault, reason, 0)
+        STATE.pack_into(self._pages[self.rank], STATE_OFFSET, state, at_fault, reason, zlib.crc32(packed))
 
     def _view(self, rank: int) -> memoryview:
         import torch
@@ -94,6 +122,10 @@ class ControlPages:
 
 def _offset(call: int) -> int:
     return call % RING * ENTRY_STRIDE
+
+
+def _letter_offset(meeting: int) -> int:
+    return LETTER_OFFSET + meeting % 2 * (LETTER.size + LETTER_NBYTES)
 
 
 def _read_entry(page: bytes, index: int) -> Entry | None:

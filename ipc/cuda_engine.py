@@ -8,9 +8,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from usp.ipc.cuda_copy import CudaCopy, FlatCopy, NoCopy, PitchedCopy, make_copy
+from usp.ipc.cuda_copy import CudaCopy, make_copy
 from usp.ipc.driver import call, cuda_error, load_driver
 from usp.ipc.engine import AUX, COPY, MAIN, PEEK_WORDS, RELEASE_LIMIT_S, Block, PreparedCopy
 from usp.ipc.errors import SetupError
@@ -31,6 +31,8 @@ PEEK_LIMIT_S = 1.0
 class CudaEngine:
     """`device` as this process counts GPUs; None is the current one. `main` is the stream that is current now, the
     others are `streams`."""
+
+    device_type = "cuda"
 
     def __init__(self, device: "torch.device | int | None" = None, *, streams: Sequence[str] = (COPY, AUX)) -> None:
         import torch
@@ -69,10 +71,10 @@ class CudaEngine:
         import torch
 
         stream, before = torch.cuda.current_stream(self._device), self._torch_streams[MAIN]
+        self._refuse_capture(stream)  # first: what a capturing stream is made to wait for breaks the capture
         if stream.cuda_stream != before.cuda_stream:
             stream.wait_stream(before)
             self.use_main(stream)
-        self._refuse_capture()
 
     def bind_thread(self) -> None:
         """Make the calling thread one that may use this engine."""
@@ -82,8 +84,7 @@ class CudaEngine:
         return make_copy(self._driver, target, source)
 
     def enqueue(self, stream: str, copy: PreparedCopy) -> None:
-        assert isinstance(copy, FlatCopy | PitchedCopy | NoCopy)
-        copy.issue(self._stream(stream))
+        cast(CudaCopy, copy).issue(self._stream(stream))
 
     def copy(self, stream: str, target: Block, source: Block) -> None:
         self.enqueue(stream, self.prepare_copy(target, source))
@@ -165,8 +166,8 @@ class CudaEngine:
             raise self._failure
         return self._handles[name]
 
-    def _refuse_capture(self) -> None:
-        if int(call(self._driver.cuStreamIsCapturing, self._handles[MAIN])) != 0:
+    def _refuse_capture(self, stream: "torch.cuda.Stream") -> None:
+        if int(call(self._driver.cuStreamIsCapturing, self._driver.CUstream(stream.cuda_stream))) != 0:
             raise RuntimeError(
                 "the exchange cannot be captured in a CUDA graph: call numbers differ from call to call; "
                 "capture what lies between exchanges, or run without graphs"

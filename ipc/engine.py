@@ -45,6 +45,8 @@ class Engine(Protocol):
     exception.
     """
 
+    device_type: str  # of torch, "cuda" or "cpu"
+
     @property
     def streams(self) -> Mapping[str, Any]: ...
 

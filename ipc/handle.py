@@ -29,22 +29,28 @@ def pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-def check_same_host(handles: Sequence[Handle]) -> None:
+def check_same_host(handles: Sequence[Handle], names: Sequence[int]) -> None:
     """Raise SetupError unless all ranks run under one kernel and see each other's process ids."""
-    _check_one(handles, lambda handle: handle.host, "hosts", "use nccl or gloo between hosts")
-    _check_one(handles, lambda handle: handle.pid_namespace, "pid namespaces", "start the ranks in one container")
+    _check_one(handles, names, lambda handle: handle.host, "hosts", "use nccl or gloo between hosts")
+    _check_one(
+        handles, names, lambda handle: handle.pid_namespace, "pid namespaces", "start the ranks in one container"
+    )
 
 
-def check_same_memory(handles: Sequence[Handle]) -> None:
+def check_same_memory(handles: Sequence[Handle], names: Sequence[int]) -> None:
     """Raise SetupError unless all ranks mean the same arena."""
-    _check_one(handles, lambda handle: handle.provider, "kinds of memory", "choose one exchange for all ranks")
-    _check_one(handles, lambda handle: handle.layout, "layouts", "give every rank the same plan")
-    _check_one(handles, lambda handle: handle.epoch, "epochs", "open and close arenas in the same order on every rank")
+    _check_one(handles, names, lambda handle: handle.provider, "kinds of memory", "choose one exchange for all ranks")
+    _check_one(handles, names, lambda handle: handle.layout, "layouts", "give every rank the same plan")
+    _check_one(
+        handles, names, lambda handle: handle.epoch, "epochs", "open and close arenas in the same order on every rank"
+    )
 
 
-def _check_one(handles: Sequence[Handle], field: Callable[[Handle], object], what: str, advice: str) -> None:
+def _check_one(
+    handles: Sequence[Handle], names: Sequence[int], field: Callable[[Handle], object], what: str, advice: str
+) -> None:
     ranks_of: dict[object, list[int]] = {}
-    for rank, handle in enumerate(handles):
+    for rank, handle in zip(names, handles, strict=True):
         ranks_of.setdefault(field(handle), []).append(rank)
     if len(ranks_of) > 1:
         told = "; ".join(f"{value}: ranks {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())

@@ -24,7 +24,13 @@ class HostEngine:
     """`delay(stream)` is called before each operation, in its thread: tests put random sleeps there.
 
     `num_threads` is torch's for functions launched on a worker stream; `streams` are those beside main.
+
+    `like_cuda` is for tests. Main is a worker then, so that calls are only enqueued: whoever issues keeps their tensors
+    and reads their results after `synchronize`. After a failure, and in `close`, what is queued still runs, and a
+    parked wait ends by its flag alone: nothing but `release` sees to that.
     """
+
+    device_type = "cpu"
 
     def __init__(
         self,
@@ -32,8 +38,9 @@ class HostEngine:
         delay: Callable[[str], None] | None = None,
         num_threads: int = 1,
         streams: Sequence[str] = (COPY, AUX),
+        like_cuda: bool = False,
     ) -> None:
-        self._delay = delay
+        self._delay, self._like_cuda = delay, like_cuda
         self._flags = Flags()
         self._progress = threading.Condition()
         self._failure: BaseException | None = None
@@ -42,9 +49,9 @@ class HostEngine:
         self._passed: dict[str, int] = {}  # times run
         self._parked: dict[str, int] = {}  # address that a stream sleeps on
         prepare = partial(torch.set_num_threads, num_threads)
-        self._workers = {name: WorkerStream(name, progress=self._progress, prepare=prepare) for name in streams}
-        self._main = InlineStream()
-        self.streams: Mapping[str, InlineStream | WorkerStream] = {MAIN: self._main, **self._workers}
+        names = (MAIN, *streams) if like_cuda else streams
+        self._workers = {name: WorkerStream(name, progress=self._progress, prepare=prepare) for name in names}
+        self.streams: Mapping[str, InlineStream | WorkerStream] = {MAIN: InlineStream(), **self._workers}
 
     def begin(self) -> None:
         self._raise_failure()
@@ -73,7 +80,7 @@ class HostEngine:
         self._issue(stream, partial(self._await_passed, event, self._recorded[event]))
 
     def launch(self, stream: str, function: Callable[[], object]) -> None:
-        self._issue(stream, function if stream == MAIN else _in_current_modes(function))
+        self._issue(stream, _in_current_modes(function) if stream in self._workers else function)
 
     def is_idle(self) -> bool:
         return all(stream.is_idle() for stream in self.streams.values())
@@ -113,10 +120,8 @@ class HostEngine:
     def _issue(self, stream: str, operation: Operation) -> None:
         assert not self._closed
         self._raise_failure()
-        if stream == MAIN:
-            self._main.issue(partial(self._run, MAIN, operation))
-        else:
-            self._workers[stream].issue(partial(self._run_aside, stream, operation))
+        run = self._run_aside if stream in self._workers else self._run
+        self.streams[stream].issue(partial(run, stream, operation))
 
     def _run(self, stream: str, operation: Operation) -> None:
         if self._delay is not None:
@@ -124,7 +129,7 @@ class HostEngine:
         operation()
 
     def _run_aside(self, stream: str, operation: Operation) -> None:
-        """In a worker: what follows a failure is skipped, so that the queue drains."""
+        """In a worker: what follows a failure is skipped, so that the queue drains, unless `like_cuda`."""
         if self._is_ending():
             return
         try:
@@ -152,7 +157,7 @@ class HostEngine:
             self._raise_failure()
 
     def _is_ending(self) -> bool:
-        return self._closed or self._failure is not None
+        return not self._like_cuda and (self._closed or self._failure is not None)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

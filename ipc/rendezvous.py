@@ -4,7 +4,7 @@ A gather costs about a millisecond and serves set-up, growth and close; nothing 
 Used by the arena, the watchdog and whoever must decide something together on all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from usp.ipc.errors import SetupError
@@ -16,10 +16,14 @@ T = TypeVar("T")
 
 
 class Rendezvous(Protocol):
-    """A fixed group of ranks. Both methods are collective: every rank calls them in the same order."""
+    """A fixed group of ranks. Both methods are collective: every rank calls them in the same order.
+
+    `names` are what messages call the ranks: their numbers in the job.
+    """
 
     rank: int
     size: int
+    names: Sequence[int]
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's picklable value, in rank order."""
@@ -43,6 +47,7 @@ class GroupRendezvous:
                 "so start it with a CPU backend as well, such as cpu:gloo,cuda:nccl"
             )
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.names: Sequence[int] = dist.get_process_group_ranks(self.group)
 
     def gather(self, value: object) -> list[Any]:
         import torch.distributed as dist
@@ -61,6 +66,7 @@ class MpiRendezvous:
     def __init__(self, comm: Any) -> None:
         self.comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.names: Sequence[int] = range(self.size)  # a communicator does not tell what the job calls them
 
     def gather(self, value: object) -> list[Any]:
         values: list[Any] = self.comm.allgather(value)
@@ -74,6 +80,7 @@ class LoneRendezvous:
     """One rank, which meets nobody."""
 
     rank, size = 0, 1
+    names: Sequence[int] = (0,)
 
     def gather(self, value: object) -> list[Any]:
         return [value]
@@ -97,7 +104,7 @@ def agreed(rendezvous: Rendezvous, step: Callable[[], T]) -> T:
     failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if failed:
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise SetupError(f"rank {failed[0]}{others}: {reasons[failed[0]]}") from error
+        raise SetupError(f"rank {rendezvous.names[failed[0]]}{others}: {reasons[failed[0]]}") from error
     return result
 
 

@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from usp.ipc.control import ControlPages, Entry, State, Status
 from usp.ipc.errors import PeerLostError, PlanMismatchError, SetupError, StallError
 from usp.ipc.rendezvous import Rendezvous, agreed
+from usp.ipc.watched import WatchedRendezvous
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,10 @@ class Failure:
 
 
 class Watchdog:
-    """Watches from the moment it is made. Making and closing it are collective; both meet over `rendezvous`.
+    """Watches from the moment it is made, which is collective and meets over `rendezvous`; ending it waits for nobody.
 
     `on_failure` is called once, in the watchdog's thread. `completed()` is the last call known to be done, for callers
-    whose calls end asynchronously; others say so with `end`. `names` are what messages call the ranks, such as their
-    numbers in the job; `awaiting()` says what this rank waits for, or nothing.
+    whose calls end asynchronously; others say so with `end`. `awaiting()` says what this rank waits for, or nothing.
     """
 
     def __init__(
@@ -70,11 +70,10 @@ class Watchdog:
         on_failure: Callable[[Failure], None],
         stall_timeout: float = STALL_TIMEOUT_S,
         completed: Callable[[], int] | None = None,
-        names: Sequence[int] | None = None,
         awaiting: Callable[[], str] = str,
     ) -> None:
         self.rank = rendezvous.rank
-        self._names = list(range(rendezvous.size)) if names is None else list(names)
+        self._names = rendezvous.names
         self._awaiting = awaiting
         self._on_failure, self._stall_timeout, self._completed = on_failure, stall_timeout, completed
         self._current: Entry | None = None
@@ -82,13 +81,14 @@ class Watchdog:
         self._progress_at = time.monotonic()
         self._closed = False
         self._pages = ControlPages(rendezvous)
+        self._meeting: WatchedRendezvous | None = None
         self._pids = rendezvous.gather(os.getpid())
         self._peer_of_fd: dict[int, int] = {}
         try:
             agreed(rendezvous, self._watch_peers)
         except SetupError:
             self._close_fds()
-            self._pages.close()
+            self._pages.abandon()
             raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._watch, name="usp watchdog", daemon=True)
@@ -107,6 +107,11 @@ class Watchdog:
             self._done = call
             self._progress_at = time.monotonic()
 
+    def watched(self, check: Callable[[], None]) -> WatchedRendezvous:
+        """A rendezvous that this watchdog's failures end, by way of `check`; the one that messages speak of."""
+        self._meeting = WatchedRendezvous(self._pages, names=self._names, check=check)
+        return self._meeting
+
     def meet(self, call: int, *, check: Callable[[], None]) -> None:
         """Return once every rank has begun the call, which this one has. `check` raises when there is no sense in
         waiting; raises PlanMismatchError if another rank began it with something else in mind."""
@@ -120,20 +125,26 @@ class Watchdog:
                 return
             time.sleep(MEET_S)
 
+    def someone_gave_up(self) -> bool:
+        """Whether another rank said so, noticed by this watchdog or not yet. Costs a microsecond per rank."""
+        return not self._closed and any(self._pages.has_given_up(rank) for rank in self._peer_of_fd.values())
+
+    def announce(self, reason: str, *, at_fault: int | None = None) -> None:
+        """Tell the others that this rank takes no further part; they report it at once. From any thread."""
+        if not self._closed:
+            self._pages.give_up(reason, at_fault=self.rank if at_fault is None else at_fault)
+
     def give_up(self, reason: str, *, at_fault: int | None = None) -> None:
-        """Tell the others that this rank takes no further part; they report it at once. Waits for nobody."""
-        if self._closed:
-            return
-        self._pages.give_up(reason, at_fault=self.rank if at_fault is None else at_fault)
-        self._stop()
-        self._pages.abandon()
+        """`announce`, and end. Not in the watchdog's thread."""
+        if not self._closed:
+            self.announce(reason, at_fault=at_fault)
+            self._stop()
 
     def close(self) -> None:
-        """Leave in good order. Collective, so nobody ends before all have stopped watching; may be called twice."""
-        if self._closed:
-            return
-        self._stop()
-        self._pages.close()
+        """End in good order, after every rank has come to a last meeting. May be called twice."""
+        if not self._closed:
+            self._pages.leave()
+            self._stop()
 
     def _watch_peers(self) -> None:
         for rank, pid in enumerate(self._pids):
@@ -143,10 +154,11 @@ class Watchdog:
     def _stop(self) -> None:
         self._closed = True
         os.eventfd_write(self._wake, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join(JOIN_S)
-        self._close_fds()
-        os.close(self._wake)
+        self._thread.join(JOIN_S)
+        if not self._thread.is_alive():  # else it still polls them
+            self._close_fds()
+            os.close(self._wake)
+        self._pages.abandon()
 
     def _close_fds(self) -> None:
         for fd in self._peer_of_fd:
@@ -198,13 +210,20 @@ class Watchdog:
         own = self._pages.read(self.rank).begun
         for rank, status in pages.items():
             for call in sorted(own.keys() & status.begun.keys()):
-                mine, theirs = own[call], status.begun[call]
-                if mine != theirs:
-                    here = f"rank {self._names[self.rank]} is at {_told(mine)}"
-                    there = f"rank {self._names[rank]} at {_told(theirs)}"
-                    text = f"{here}, but {there}; every rank must make the same calls"
-                    return Failure(FailureKind.MISMATCH, rank, text)
+                if own[call].plan != status.begun[call].plan:
+                    return self._mismatch(own[call], rank, status.begun[call])
+            # A change of plan waits for every rank: of the calls that another one is ahead, only its latest, where it
+            # may be waiting, can be of another plan. What the two began at one call may be overwritten by then.
+            mine = max(own, default=0)
+            for call in sorted(call for call in status.begun if call > mine > 0)[:-1]:
+                if status.begun[call].plan != own[mine].plan:
+                    return self._mismatch(own[mine], rank, status.begun[call])
         return None
+
+    def _mismatch(self, mine: Entry, rank: int, theirs: Entry) -> Failure:
+        here = f"rank {self._names[self.rank]} is at {_told(mine)}"
+        there = f"rank {self._names[rank]} at {_told(theirs)}"
+        return Failure(FailureKind.MISMATCH, rank, f"{here}, but {there}; every rank must make the same calls")
 
     def _stalled(self, pages: dict[int, Status]) -> Failure | None:
         if self._completed is not None:
@@ -215,9 +234,11 @@ class Watchdog:
         waiting_for = self._done + 1
         late = [rank for rank, status in pages.items() if max(status.begun, default=0) < waiting_for]
         told = [f"rank {self._names[rank]} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
+        absent = [] if late or self._meeting is None else [rank for rank in pages if not self._meeting.has_come(rank)]
+        told += [f"rank {self._names[rank]} has begun it, but does not come to the meeting" for rank in absent]
         why = "; ".join([*(told or ["every rank has begun it"]), *self._awaited()])
         cause = f"rank {self._names[self.rank]} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
-        return Failure(FailureKind.STALL, late[0] if late else self.rank, cause)
+        return Failure(FailureKind.STALL, (late + absent + [self.rank])[0], cause)
 
     def _here(self) -> str:
         place = [f"rank {self._names[self.rank]} is at {self._current}"] if self._current else []

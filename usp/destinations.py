@@ -40,6 +40,17 @@ class FillBlock:
 class FillBlocks(list[FillBlock]):
     """Every block of a call. Together they hold each head once, so a fill may use the blocks or the tables."""
 
+    def check(self, *, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raise ValueError unless q and k are what the blocks hold; copies would broadcast and kernels overrun."""
+        batch, num_rows, _, head_dim = self[0].q_dst.shape
+        num_heads, num_kv_heads = sum(block.head_count for block in self), sum(block.kv_head_count for block in self)
+        for name, rows, heads in (("q", q, num_heads), ("k", k, num_kv_heads)):
+            shape = (batch, num_rows, heads, head_dim)
+            if rows.shape != shape or rows.dtype != self[0].q_dst.dtype:
+                raise ValueError(
+                    f"{name} is {rows.dtype} {tuple(rows.shape)}; the blocks to fill hold {self[0].q_dst.dtype} {shape}"
+                )
+
     @cached_property
     def tables(self) -> "Destinations":
         """The same places for kernels; made when first asked for, since most fills want one or the other."""
@@ -48,33 +59,18 @@ class FillBlocks(list[FillBlock]):
 
 @dataclass(frozen=True)
 class Destinations:
-    """Tables of all heads: q [H, 3] and k [K, 3], laid out as `head_table` says, for rows [B, S_r, heads, D]."""
+    """Tables of all heads: q [H, 3] and k [K, 3], laid out as `head_table` says."""
 
     q: torch.Tensor
     k: torch.Tensor
-    batch: int
-    num_rows: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def check(self, *, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raise unless q and k are what lies at the destinations: a kernel cannot see where these end."""
-        for name, rows, table in (("q", q, self.q), ("k", k, self.k)):
-            shape = (self.batch, self.num_rows, table.shape[0], self.head_dim)
-            if rows.shape != shape or rows.dtype != self.dtype:
-                raise ValueError(
-                    f"{name} is {rows.dtype} {tuple(rows.shape)}; the blocks to fill hold {self.dtype} {shape}"
-                )
 
 
 def destinations(blocks: list[FillBlock]) -> Destinations:
     """Tables for all of a call's blocks, of which there is at least one."""
-    batch, num_rows, _, head_dim = blocks[0].q_dst.shape
     q_runs = [(block.head_start, block.q_dst) for block in blocks]
     k_runs = [(block.kv_head_start, block.k_dst) for block in blocks]
     num_heads, num_kv_heads = sum(block.head_count for block in blocks), sum(block.kv_head_count for block in blocks)
-    q, k = head_table(q_runs, num_heads=num_heads), head_table(k_runs, num_heads=num_kv_heads)
-    return Destinations(q, k, batch, num_rows, head_dim, blocks[0].q_dst.dtype)
+    return Destinations(head_table(q_runs, num_heads=num_heads), head_table(k_runs, num_heads=num_kv_heads))
 
 
 def head_table(runs: Iterable[HeadRun], *, num_heads: int, device: torch.device | str | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from usp.attention import Attention
 from usp.costs import ARRIVALS
 from usp.emulate import emulated
-from usp.execute import Call, Executor
+from usp.execute import Call, Executor, Rows, rows_of
 from usp.fill import FillAll
 from usp.ipc.engine import Engine
 from usp.placement import Buffer, Placement, arena_sizes
@@ -87,5 +87,5 @@ class EmulatedRank(Executor):
     def _schedule(self) -> Schedule:
         return emulated(self.plan, self.rank)
 
-    def _v(self, op: Op, call: Call) -> torch.Tensor:
-        return self.peer_v[op.reads[0].rank] if op.stream == ARRIVALS else call.v
+    def _rows_of_v(self, op: Op, call: Call) -> Rows:
+        return rows_of(self.peer_v[op.reads[0].rank]) if op.stream == ARRIVALS else call.rows_of_v

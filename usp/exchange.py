@@ -83,15 +83,28 @@ class CollectiveExchange:
             raise ValueError(f"got {num_own} tokens; rank {self.axis.index} of {self.axis.size} holds {expected}")
 
 
+def check_rows(name: str, rows: torch.Tensor, *, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless rows have this shape, and the dtype and device of `like`."""
+    if rows.shape != shape or rows.dtype != like.dtype or rows.device != like.device:
+        raise ValueError(
+            f"{name} is {rows.dtype} {tuple(rows.shape)} on {rows.device}; "
+            f"wanted {like.dtype} {tuple(shape)} on {like.device}"
+        )
+
+
 def dense_heads(x_bshd: torch.Tensor) -> torch.Tensor:
     """The tensor itself if each row's heads lie one after another, else a contiguous copy.
 
-    Rows may be far apart, as in a slice of a fused product; anything else would be misread by a 2-D copy, and sends
-    attention down another path with other bits.
+    Rows may be far apart, as in a slice of a fused product, but not one upon the other, as in an expanded tensor;
+    anything else would be misread by a 2-D copy, and sends attention down another path with other bits.
     """
-    is_dense = x_bshd.stride(-1) == 1 and (x_bshd.shape[-2] == 1 or x_bshd.stride(-2) == x_bshd.shape[-1])
-    return x_bshd if is_dense else x_bshd.contiguous()
+    _, num_rows, num_heads, head_dim = x_bshd.shape
+    is_dense = x_bshd.stride(3) == 1 and (num_heads == 1 or x_bshd.stride(2) == head_dim)
+    is_apart = num_rows <= 1 or x_bshd.stride(1) >= num_heads * head_dim
+    return x_bshd if is_dense and is_apart else x_bshd.contiguous()
 
 
 def _join(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
-    return dense_heads(parts[0]) if len(parts) == 1 else torch.cat(parts, dim=dim)  # one rank alone copies nothing
+    if len(parts) > 1:
+        return torch.cat(parts, dim=dim)
+    return dense_heads(parts[0]) if parts[0].ndim == 4 else parts[0].contiguous()  # one rank alone copies nothing

@@ -32,6 +32,14 @@ class Memory(Protocol):
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
 
+Rows = tuple[int, int, int]  # address of the first, bytes from sample to sample, and from row to row
+
+
+def rows_of(x: torch.Tensor) -> Rows:
+    itemsize, (sample, row, *_) = x.element_size(), x.stride()
+    return x.data_ptr(), sample * itemsize, row * itemsize
+
+
 @dataclass
 class Call:
     """What one attention call brings. `v` is [B, S_r, K, D] with dense heads; its rows may be far apart."""
@@ -42,6 +50,10 @@ class Call:
     prefix_kv: KeyValue | None = None
     suffix_kv: KeyValue | None = None
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def rows_of_v(self) -> Rows:
+        return rows_of(self.v)
 
 
 Step = Callable[[Call], None]
@@ -88,13 +100,18 @@ class Executor:
 
     def run(self, call: Call) -> torch.Tensor:
         """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
-        self.engine.begin()
         for step in self.steps:
             step(call)
         top, bottom = self.places[self.rank].result_rows
         if top == bottom:
             return call.v.new_empty(self.plan.batch, 0, self.plan.num_heads, self.plan.head_dim)
         return self.views[("out",)][:, top:bottom]
+
+    def clear(self) -> None:
+        """Let go of every tensor over the arena: the steps refer back to the executor, which else would live on."""
+        self.steps.clear()
+        self.views.clear()
+        self.fill_blocks = FillBlocks()
 
     @cached_property
     def waits(self) -> list[tuple[int, Flag]]:
@@ -110,13 +127,13 @@ class Executor:
 
     def _signal(self, op: Op) -> Step:
         assert op.flag is not None
-        address = self.arena.base[op.flag.owner] + flag_offset(op.flag)
-        return lambda call: self.engine.signal(op.stream, address, call.number)
+        address, signal, stream = self.arena.base[op.flag.owner] + flag_offset(op.flag), self.engine.signal, op.stream
+        return lambda call: signal(stream, address, call.number)
 
     def _wait(self, op: Op) -> Step:
         assert op.flag is not None  # pairs with the SIGNAL of the same flag in the writer's schedule
-        address = self.arena.base[self.rank] + flag_offset(op.flag)
-        return lambda call: self.engine.wait(op.stream, address, call.number)
+        address, wait, stream = self.arena.base[self.rank] + flag_offset(op.flag), self.engine.wait, op.stream
+        return lambda call: wait(stream, address, call.number)
 
     def _fill(self, op: Op) -> Step:
         return lambda call: self.engine.launch(op.stream, lambda: call.fill(self.fill_blocks))
@@ -165,25 +182,27 @@ class Executor:
         num_rows = region.rows[1] - region.rows[0]
         targets = [Block(base + sample * slot.pitch, width, width, num_rows) for sample in range(plan.batch)]
         prepared: dict[int, list[PreparedCopy]] = {}  # by the pitch of v, which a caller hardly ever changes
+        enqueue = self.engine.enqueue
 
         def prepare(start: int, pitch: int) -> list[PreparedCopy]:
             sources = [Block(start, pitch, width, num_rows)] * plan.batch
             return [self.engine.prepare_copy(*pair) for pair in zip(targets, sources, strict=True)]
 
         def send(call: Call) -> None:
-            v = self._v(op, call)
-            start, (sample_bytes, pitch) = v.data_ptr() + shift, (s * itemsize for s in v.stride()[:2])
+            first, sample_bytes, pitch = self._rows_of_v(op, call)
+            start = first + shift
             if pitch not in prepared:
                 prepared[pitch] = prepare(start, pitch)
-            for sample, copy in enumerate(prepared[pitch]):
-                copy.source = start + sample * sample_bytes
-                self.engine.enqueue(op.stream, copy)
+            for copy in prepared[pitch]:
+                copy.source = start
+                enqueue(op.stream, copy)
+                start += sample_bytes
 
         return send
 
-    def _v(self, op: Op, call: Call) -> torch.Tensor:
+    def _rows_of_v(self, op: Op, call: Call) -> Rows:
         """What a SEND of v reads."""
-        return call.v
+        return call.rows_of_v
 
     def _return(self, op: Op) -> Step:
         return self._copy_regions(op)
@@ -205,9 +224,11 @@ class Executor:
             for target, source in pairs
         ]
 
+        enqueue, stream = self.engine.enqueue, op.stream
+
         def copy(call: Call) -> None:
             for one in prepared:
-                self.engine.enqueue(op.stream, one)
+                enqueue(stream, one)
 
         return copy
 

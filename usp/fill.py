@@ -34,6 +34,7 @@ def fill_from(q: torch.Tensor, k: torch.Tensor, *, by_kernel: bool | None = None
 
 def _copy_fill(q: torch.Tensor, k: torch.Tensor) -> FillAll:
     def fill(blocks: FillBlocks) -> None:
+        blocks.check(q=q, k=k)
         place_heads_reference(q, [(block.head_start, block.q_dst) for block in blocks])
         place_heads_reference(k, [(block.kv_head_start, block.k_dst) for block in blocks])
 
@@ -44,7 +45,7 @@ def _kernel_fill(q: torch.Tensor, k: torch.Tensor) -> FillAll:
     place_heads = load_place_heads()
 
     def fill(blocks: FillBlocks) -> None:
-        blocks.tables.check(q=q, k=k)
+        blocks.check(q=q, k=k)
         place_heads(dense_heads(q), blocks.tables.q)
         place_heads(dense_heads(k), blocks.tables.k)
 

@@ -2,8 +2,9 @@
 
 Only the first group's sends and the last group's returns cannot hide, so small ends help. But a launch of attention
 takes whole waves of tiles: at 75,600 tokens a head fills 4.48 waves of 132 and costs 5, two heads fill 8.95 and cost 9,
-so odd ends lose more than they hide. The rule counts both, in waves, and takes the cheapest shape. Measured on one
-H200 at P = 4: 2-2-2-2-2 heads take 43.6 ms a call, 1-3-3-2-1 44.0 (docs/log.md, 2026-12-01). Used by the plan.
+so odd ends may lose more than they hide. The rule counts both, in waves, and takes the cheapest shape. Measured on one
+H200, 75,600 tokens, P = 4, kernels of a call alone: 2-6-2 heads 39.5 ms, 2-2-2-2-2 39.9, 1-3-3-2-1 41.1, 1-8-1 42.4
+(docs/log.md, 2026-12-01). Used by the plan.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from usp.layout import split_counts
 
 TILE_ROWS, NUM_SMS = 128, 132  # of the attention kernels on Hopper
-MAX_GROUPS = 6
+MOST_GROUPS = 6  # that the rule makes
 WIDEST_END = 4  # heads
 # In waves of attention, whose time grows with the sequence as the bytes of a head do, so the length cancels out:
 SEND_WAVES, RETURN_WAVES = 0.17, 0.055  # one head's q, k, v, and its result, over NVLink 4 at 375 GB/s
+SLOW_LINK = 7.0  # times as long over PCIe 5, where the inner groups are to hide as well
 GROUP_TOKEN_WAVES = 1200  # launch, waits and signals of a group, about 15 us; over tokens, since waves then last longer
 
 Widths = tuple[int, ...]
@@ -23,13 +25,27 @@ Widths = tuple[int, ...]
 def choose_widths(num_heads: int, *, tiles_per_head: int, num_tokens: int, num_ranks: int) -> Widths:
     """Heads of each group, cheapest first; `tiles_per_head` counts the query tiles that one head of the plan brings."""
 
+    heads = (num_ranks - 1) / num_ranks * tiles_per_head * TILE_ROWS / num_tokens  # that travel, of one
+    send, give_back = heads * SEND_WAVES, heads * RETURN_WAVES
+
     def cost(widths: Widths) -> float:
-        waves = sum(-(-width * tiles_per_head // NUM_SMS) for width in widths)
-        others = (num_ranks - 1) / num_ranks
-        ends = others * (SEND_WAVES * widths[0] + RETURN_WAVES * widths[-1]) * tiles_per_head * TILE_ROWS / num_tokens
-        return waves + ends + GROUP_TOKEN_WAVES / num_tokens * len(widths)
+        """When a call ends, in waves, and what its inner groups would wait over a slow link."""
+        waves = [-(-width * tiles_per_head // NUM_SMS) + GROUP_TOKEN_WAVES / num_tokens for width in widths]
+        ends = send * widths[0] + give_back * widths[-1]
+        return sum(waves) + ends + _inner_wait(widths, waves, SLOW_LINK * send)
 
     return min(_shapes(num_heads), key=lambda widths: (cost(widths), len(widths), widths))
+
+
+def _inner_wait(widths: Widths, waves: list[float], send: float) -> float:
+    """How long attention waits for groups behind the first, each sent after the one before."""
+    arrived = now = send * widths[0]
+    waited = 0.0
+    for width, before in zip(widths[1:], waves, strict=False):
+        arrived, now = arrived + send * width, now + before
+        waited += max(0.0, arrived - now)
+        now = max(now, arrived)
+    return waited
 
 
 def spread_widths(num_heads: int, num_groups: int) -> Widths:
@@ -52,6 +68,6 @@ def _shapes(num_heads: int) -> Iterator[Widths]:
         if inner == 0:
             yield (first, last)
         for unit in ends if inner > 0 else ():
-            for count in range(1, MAX_GROUPS - 1) if inner % unit == 0 else ():
+            for count in range(1, MOST_GROUPS - 1) if inner % unit == 0 else ():
                 if inner // unit >= count:
                     yield (first, *(unit * share for share in split_counts(inner // unit, count)), last)

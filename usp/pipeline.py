@@ -8,36 +8,37 @@ Used through `usp.ulysses`.
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from usp.attention import Attention, writes_out
-from usp.exchange import CollectiveExchange, dense_heads
+from usp.exchange import CollectiveExchange, check_rows, dense_heads
 from usp.execute import Call, Executor, KeyValue
 from usp.fill import FillAll
 from usp.ipc.arena import Arena
 from usp.ipc.engine import MAIN, Engine
 from usp.ipc.futex import reached
 from usp.ipc.provider import Provider
-from usp.ipc.rendezvous import Rendezvous
-from usp.ipc.watchdog import STALL_TIMEOUT_S, Failure, Watchdog
+from usp.ipc.rendezvous import Rendezvous, agreed
+from usp.ipc.watchdog import STALL_TIMEOUT_S
+from usp.layout import split_counts
+from usp.liveness import ExchangeBrokenError, Liveness
 from usp.mesh import Axis
 from usp.placement import arena_sizes, flag_offsets
 from usp.plan import AttentionPlan, make_plan
 from usp.ranges import Ranges, layer_name, ranges_from, who
 
+__all__ = ["ExchangeBrokenError", "PipelinedExchange"]
+
 log = logging.getLogger(__name__)
 
 CYCLE = 2**32  # flags are 32-bit words, compared as signed differences
 POISON = 2**30  # ahead of the last call: past every wait, and still ahead cyclically
-EXIT_CODE = 1
-
-
-class ExchangeBrokenError(RuntimeError):
-    """An earlier call on this exchange failed; it can only be closed."""
+MAX_EXECUTORS = 32  # shapes times attentions that stay prepared
+MAX_TIMES = 10_000
 
 
 class PipelinedExchange(CollectiveExchange):
@@ -66,30 +67,35 @@ class PipelinedExchange(CollectiveExchange):
     ) -> None:
         super().__init__(num_tokens, axis=axis)
         self.ranges = ranges_from(os.environ) if ranges is None else ranges
-        self._names = dist.get_process_group_ranks(axis.group)  # what the job calls the ranks of this axis
-        self._who = who(dist.get_rank(), self._names)
+        self._names = rendezvous.names
+        self._who = who(self._names[rendezvous.rank], self._names)
         self.num_groups, self.attend_streams = num_groups, attend_streams
-        self._rendezvous, self._provider = rendezvous, provider
-        self.engine = make_engine()
+        self._provider = provider
+        self.engine = _agreed_engine(rendezvous, make_engine)
         self.arena: Arena | None = None
         self.plan: AttentionPlan | None = None
         self._executors: dict[tuple[str, int], Executor] = {}
         self._running: Executor | None = None  # of the latest call that was issued
         self._epoch, self._number = 0, 0  # of the arena, and of the latest call in it
         self._calls, self._issued, self._step, self._layer = 0, 0, -1, -1
-        self.issue_seconds: list[float] = []  # of the host, for each call; on host memory the call itself
-        self._broken: BaseException | None = None
-        self._failure: Failure | None = None  # of another rank, if that is what broke it
+        self._completed = 0
+        self.issue_seconds: deque[float] = deque(
+            maxlen=MAX_TIMES
+        )  # of the host, a call; on host memory the call itself
         self._closed = False
         self._done = torch.zeros(1, dtype=torch.int32, pin_memory=bool(provider.device))  # calls done, set by a stream
-        self._watchdog = Watchdog(
-            rendezvous=rendezvous,
-            on_failure=self._fail,
-            stall_timeout=stall_timeout,
-            completed=self._completed,
-            names=self._names,
-            awaiting=self._awaiting,
-        )
+        try:
+            self.liveness = Liveness(
+                rendezvous=rendezvous,
+                engine=self.engine,
+                stall_timeout=stall_timeout,
+                completed=self._count_completed,
+                awaiting=self._awaiting,
+                flags=self._own_flags,
+            )
+        except BaseException:
+            self.engine.close()
+            raise
 
     def at(self, *, step: int | None = None, layer: int | None = None) -> None:
         self._step = self._step if step is None else step
@@ -111,12 +117,14 @@ class PipelinedExchange(CollectiveExchange):
         """
         self.check()
         self._check_tokens(v_bskd.shape[1])
+        self._check_inputs(v_bskd, prefix_kv, suffix_kv)
+        self.engine.begin()
         v = dense_heads(v_bskd)
         plan = self._plan_of(attention, v, num_heads, prefix_kv, suffix_kv)
         self._calls, self._layer = self._calls + 1, self._layer + 1
         try:
             if plan == self.plan:
-                self._watchdog.begin(self._calls, plan=plan.hash, step=self._step, layer=self._layer)
+                self._begin(plan)
             else:
                 self._change_plan(plan)
             executor = self._running = self._executor(plan, attention)
@@ -127,77 +135,78 @@ class PipelinedExchange(CollectiveExchange):
             self.issue_seconds.append(time.perf_counter() - began)
             self.engine.signal(MAIN, self._done.data_ptr(), self._calls)
         except BaseException as error:
-            self._give_up(error)
+            self.liveness.give_up(error)
             raise
         return result
 
     def check(self) -> None:
-        """Raise if this exchange is broken. To be asked wherever results leave the device."""
-        if isinstance(self._broken, Failure.errors()):
-            raise self._broken
-        if self._broken is not None:
-            raise ExchangeBrokenError(f"an earlier call failed: {self._broken!r}") from self._broken
+        """Raise if this exchange is broken, here or on another rank. To be asked wherever results leave the device."""
+        if not self._closed:
+            self.liveness.check()
 
     def close(self) -> None:
-        """Collective after success; a broken exchange lets go without waiting for anybody. May be called twice."""
+        """Collective after success; a broken exchange lets go without waiting for anybody. May be called twice.
+
+        Raises what broke it since the last call, with everything let go.
+        """
         if self._closed:
             return
-        self._closed = True
-        if self._broken is not None:
-            self._let_go(self._broken)
-            return
         try:
-            self.engine.synchronize()
-        except BaseException as error:  # the last calls failed after they were issued
-            self._give_up(error)
-            self._let_go(error)
+            if self.liveness.broken is None:
+                self._close_together()
+        except BaseException as error:  # the last calls failed after they were issued, or a rank is lost
+            self.liveness.give_up(error)
             raise
-        self._close_together()
+        finally:
+            self._closed = True
+            if self.liveness.broken is not None:
+                self._let_go()
+            self.engine.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._give_up(error)
+            self.liveness.give_up(error)
         self.close()
 
     def _close_together(self) -> None:
+        self.engine.synchronize()
+        self.liveness.check()
         self._log_issue_cost()
         self._forget_executors()
-        try:
-            self._watchdog.close()
-            if self.arena is not None:
-                self.arena.close()
-        finally:
-            self.engine.close()
+        if self.arena is not None:
+            self.arena.close()
+        self.liveness.rendezvous.barrier()  # nobody ends while another one watches
+        self.liveness.close()
+
+    def _let_go(self) -> None:
+        """Streams first: what is still queued reads and writes the arena."""
+        is_idle = self.liveness.let_go()
+        self._forget_executors()
+        if self.arena is not None:
+            self.arena.abandon(idle=is_idle)
 
     def _log_issue_cost(self) -> None:
         if self._provider.device and self.axis.index == 0 and self.issue_seconds:
             typical, slowest = (1e3 * pick(self.issue_seconds) for pick in (median, max))
-            count = len(self.issue_seconds)
-            log.info(
-                f"exchange: {count} calls, {typical:.2f} ms of host time to issue one; the slowest {slowest:.2f} ms"
-            )
-
-    def _let_go(self, error: BaseException) -> None:
-        """Streams first: what is still queued reads and writes the arena."""
-        self._tell_others()
-        self.engine.fail(error)
-        is_idle = self._release()
-        self._forget_executors()
-        self.engine.close()
-        if self.arena is not None:
-            self.arena.abandon(idle=is_idle)
+            cost = f"{typical:.2f} ms of host time to issue one; the slowest {slowest:.2f} ms"
+            log.info(f"exchange: {self._calls} calls, {cost}")
 
     def _forget_executors(self) -> None:
         """They hold tensors over the arena, which none may outlive."""
+        for executor in self._executors.values():
+            executor.clear()
         self._executors.clear()
         self._running = None
 
-    def _completed(self) -> int:
-        return int(self._done)
+    def _count_completed(self) -> int:
+        """Calls that are done. The word that a stream sets has 32 bits, and is at most half of them behind."""
+        behind = (self._calls - int(self._done)) % CYCLE
+        self._completed = max(self._completed, self._calls - behind)
+        return self._completed
 
     def _awaiting(self) -> str:
         """What the oldest call that is not done waits for: the first of its flags that has not come."""
-        executor, behind = self._running, self._issued - self._completed()
+        executor, behind = self._running, self._issued - self._count_completed()
         if executor is None or behind <= 0:
             return ""
         addresses = [address for address, _ in executor.waits]
@@ -207,35 +216,27 @@ class PipelinedExchange(CollectiveExchange):
                 return f"it awaits {flag} from rank {self._names[flag.writer]}"
         return ""
 
-    def _give_up(self, error: BaseException) -> None:
-        """This rank failed: keep the first reason, and let the others know at once."""
-        if self._broken is None:
-            self._broken = error
-        self._tell_others()
-
-    def _tell_others(self) -> None:
-        assert self._broken is not None
-        if self._failure is None:
-            self._watchdog.give_up(f"{type(self._broken).__name__}: {self._broken}")
-        else:
-            self._watchdog.give_up(self._failure.cause, at_fault=self._failure.rank)
-
-    def _fail(self, failure: Failure) -> None:
-        """In the watchdog's thread: another rank failed. Let go of every wait, whose signal may never come."""
-        error = failure.error()
-        if self._broken is None:
-            self._broken, self._failure = error, failure
-        self.engine.fail(error)
-        if not self._release():
-            log.error("rank %d: %s; and its streams do not end, so the process does", dist.get_rank(), failure.text)
-            os._exit(EXIT_CODE)
-
-    def _release(self) -> bool:
-        """Poison the own flags until the own streams are idle; whether they are."""
+    def _own_flags(self) -> tuple[list[int], int]:
+        """Their addresses, and a number past every wait."""
         if self.arena is None:
-            return True
+            return [], 0
         own = self.arena.base[self.axis.index]
-        return self.engine.release([own + offset for offset in flag_offsets()], (self._number + POISON) % CYCLE)
+        return [own + offset for offset in flag_offsets()], (self._number + POISON) % CYCLE
+
+    def _check_inputs(self, v: torch.Tensor, prefix_kv: KeyValue | None, suffix_kv: KeyValue | None) -> None:
+        """What a copy by address would misread is refused before anything is enqueued."""
+        if v.device.type != self.engine.device_type:
+            raise ValueError(f"v is on {v.device}; this exchange moves memory of {self.engine.device_type} devices")
+        if torch.is_grad_enabled() and v.requires_grad:
+            raise ValueError("v requires a gradient, and the exchange passes none back; call it under torch.no_grad()")
+        own_heads = split_counts(v.shape[2], self.axis.size)[self.axis.index]
+        for name, pair in (("prefix_kv", prefix_kv), ("suffix_kv", suffix_kv)):
+            for part in pair or ():
+                length = pair[0].shape[1] if pair else 0
+                check_rows(name, part, like=v, shape=(v.shape[0], length, own_heads, v.shape[3]))
+
+    def _begin(self, plan: AttentionPlan) -> None:
+        self.liveness.watchdog.begin(self._calls, plan=plan.hash, step=self._step, layer=self._layer)
 
     def _plan_of(
         self,
@@ -264,12 +265,10 @@ class PipelinedExchange(CollectiveExchange):
         key = plan.hash, id(attention)
         if key not in self._executors:
             assert self.arena is not None
+            if len(self._executors) == MAX_EXECUTORS:
+                self._executors.pop(next(iter(self._executors)))
             self._executors[key] = Executor(
-                plan,
-                arena=self.arena,
-                engine=self.engine,
-                attention=attention,
-                ranges=self.ranges,
+                plan, arena=self.arena, engine=self.engine, attention=attention, ranges=self.ranges
             )
         return self._executors[key]
 
@@ -279,8 +278,8 @@ class PipelinedExchange(CollectiveExchange):
         They meet on the control pages, where a rank that comes with another plan, or not at all, is noticed.
         """
         self.engine.synchronize()
-        self._watchdog.begin(self._calls, plan=plan.hash, step=self._step, layer=self._layer)
-        self._watchdog.meet(self._calls, check=self.check)
+        self._begin(plan)
+        self.liveness.watchdog.meet(self._calls, check=self.check)
         sizes = arena_sizes(plan)
         if self.arena is None or any(need > has for need, has in zip(sizes, self.arena.nbytes, strict=True)):
             self._grow(sizes, plan)
@@ -292,8 +291,20 @@ class PipelinedExchange(CollectiveExchange):
         self._forget_executors()
         if self.arena is not None:
             self.arena.close()
+            self.arena = None
         self._epoch, self._number = self._epoch + 1, 0
         own = max(sizes[self.axis.index], held[self.axis.index])
-        self.arena = Arena(
-            own, rendezvous=self._rendezvous, provider=self._provider, layout=plan.hash, epoch=self._epoch
-        )
+        meet = self.liveness.rendezvous
+        self.arena = Arena(own, rendezvous=meet, provider=self._provider, layout=plan.hash, epoch=self._epoch)
+
+
+def _agreed_engine(rendezvous: Rendezvous, make_engine: Callable[[], Engine]) -> Engine:
+    """An engine on every rank, or SetupError on every rank."""
+    made: list[Engine] = []
+    try:
+        agreed(rendezvous, lambda: made.append(make_engine()))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0]

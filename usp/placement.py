@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from usp.plan import ALIGNMENT, FLAG_STRIDE, ITEMSIZE, MAX_RANKS, AttentionPlan
+from usp.plan import ALIGNMENT, FLAG_STRIDE, ITEMSIZE, MAX_GROUPS, MAX_RANKS, AttentionPlan
 from usp.schedule import Flag, Region, result_rows
 
-MAX_GROUPS = 32
 BACK_FLAGS = MAX_GROUPS * MAX_RANKS * FLAG_STRIDE
 HEADER_BYTES = BACK_FLAGS + MAX_RANKS * FLAG_STRIDE
 

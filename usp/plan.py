@@ -13,7 +13,7 @@ from functools import cached_property
 from usp.grouping import TILE_ROWS, choose_widths, spread_widths
 from usp.layout import split_counts, split_offsets
 
-MAX_RANKS = 16
+MAX_RANKS, MAX_GROUPS = 16, 32
 ALIGNMENT = 256  # bytes, of every buffer in an arena
 FLAG_STRIDE = 64  # bytes: one cache line each
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -171,5 +171,7 @@ def _check(plan: AttentionPlan) -> None:
     covered = sum(map(sum, plan.group_widths))
     if plan.num_groups < 1 or min(map(min, plan.group_widths)) < 0 or covered != plan.num_kv_heads:
         raise ValueError(f"group widths {plan.group_widths} cover {covered} of {plan.num_kv_heads} key/value heads")
+    if plan.num_groups > MAX_GROUPS:
+        raise ValueError(f"{plan.num_groups} head groups; a plan takes at most {MAX_GROUPS}")
     if plan.attend_streams not in (1, 2):
         raise ValueError(f"attend_streams is {plan.attend_streams}; use 1, or 2 for alternating groups")

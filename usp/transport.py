@@ -25,7 +25,7 @@ from usp.ipc.engine import Engine
 from usp.ipc.errors import SetupError
 from usp.ipc.handle import boot_id, pid_namespace
 from usp.ipc.provider import Provider
-from usp.ipc.rendezvous import GroupRendezvous
+from usp.ipc.rendezvous import GroupRendezvous, agreed
 from usp.ipc.watchdog import STALL_TIMEOUT_S
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
@@ -105,7 +105,7 @@ def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str
     rendezvous = GroupRendezvous(mesh.ulysses.group)
     no_kernel = _why_no_kernel(device) if transport.name == "ipc" else None
     try:
-        provider, _ = _cuda(device) if transport.name == "ipc" else _host()
+        provider = agreed(rendezvous, lambda: (_cuda(device) if transport.name == "ipc" else _host())[0])
         with Arena(8, rendezvous=rendezvous, provider=provider, layout="probe") as arena:
             arena.view(rank, 0, (1,), torch.int64).fill_(PROBE + rank)
             if device.type == "cuda":
@@ -147,7 +147,7 @@ def make_exchange(
     if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
         return CollectiveExchange(num_tokens, axis=mesh.ulysses)
     rendezvous = GroupRendezvous(mesh.ulysses.group)
-    provider, make_engine = _cuda(device) if transport.name == "ipc" else _host()
+    provider, make_engine = agreed(rendezvous, lambda: _cuda(device) if transport.name == "ipc" else _host())
     return PipelinedExchange(
         num_tokens,
         axis=mesh.ulysses,

@@ -11,7 +11,7 @@ import torch
 
 from usp.attention import Attention
 from usp.destinations import FillBlock, FillBlocks
-from usp.exchange import CollectiveExchange
+from usp.exchange import CollectiveExchange, check_rows
 from usp.execute import KeyValue
 from usp.fill import FillAll, fill_from
 from usp.pipeline import PipelinedExchange
@@ -39,6 +39,8 @@ class UlyssesAttention:
         """[B, S_r, H, D], [B, S_r, K, D] twice -> [B, S_r, H, D] of the caller's own. Collective over the axis."""
         if not isinstance(self.exchange, PipelinedExchange):
             return self.plain(q_bshd, k_bskd, v_bskd, prefix_kv, suffix_kv)
+        check_rows("k", k_bskd, like=v_bskd, shape=v_bskd.shape)
+        check_rows("q", q_bshd, like=v_bskd, shape=(*v_bskd.shape[:2], q_bshd.shape[2], v_bskd.shape[3]))
         fill, num_heads = fill_from(q_bshd, k_bskd), q_bshd.shape[2]
         return self.filled(v_bskd, fill, num_heads=num_heads, prefix_kv=prefix_kv, suffix_kv=suffix_kv).clone()
 

@@ -49,6 +49,7 @@ class PipeRendezvous:
 
     def __init__(self, rank: int, size: int, pipes: list[Connection]) -> None:
         self.rank, self.size, self.pipes = rank, size, pipes
+        self.names = range(size)
 
     def gather(self, value: object) -> list[Any]:
         if self.rank:
@@ -204,7 +205,9 @@ def check_names(env: RankEnv) -> str:
     def awaiting() -> str:
         return "it awaits the mail" if env.rank == 0 else str({}["no such key"])
 
-    own = Watched(GroupRendezvous(), names=(5, 9), awaiting=awaiting, stall_timeout=0.2)
+    meet = GroupRendezvous()
+    meet.names = (5, 9)
+    own = Watched(meet, awaiting=awaiting, stall_timeout=0.2)
     own.watchdog.begin(3 - env.rank, plan="a")
     own.meet.barrier()
     text = own.noticed()[2]

@@ -1,6 +1,7 @@
 """Device tables: every head of every block is where the table says, and nowhere else."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def executor(plan: AttentionPlan, rank: int) -> Executor:
         return memory[offset:].view(torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     arena = SimpleNamespace(rank=rank, base=(memory.data_ptr(),) * plan.num_ranks, view=view)
-    engine = SimpleNamespace(prepare_copy=lambda target, source: None)
+    engine = MagicMock()
     return Executor(plan, arena=arena, engine=engine, attention=lambda q, k, v: q)
 
 
@@ -105,8 +106,7 @@ def test_misaligned_rows_are_refused(where: str) -> None:
 )
 def test_rows_that_do_not_fit_the_destinations_are_refused(q: torch.Tensor, k: torch.Tensor, said: str) -> None:
     blocks = FillBlocks([FillBlock(0, 4, torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 2, 8), 0, 2)])
-    tables = blocks.tables
-    tables.check(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 2, 8))
+    blocks.check(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 2, 8))
     with pytest.raises(ValueError, match=r"the blocks to fill hold torch\.float32 \(2, 3, ") as error:
-        tables.check(q=q, k=k)
+        blocks.check(q=q, k=k)
     assert said in str(error.value)

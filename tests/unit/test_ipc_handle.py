@@ -20,8 +20,8 @@ def test_a_handle_survives_pickling_and_is_small() -> None:
 
 def test_handles_of_this_host_agree() -> None:
     assert HERE.host == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    check_same_host([HERE, replace(HERE, nbytes=8, payload=(4, 5, 6))])
-    check_same_memory([HERE, replace(HERE, nbytes=8, device="GPU-1")])
+    check_same_host([HERE, replace(HERE, nbytes=8, payload=(4, 5, 6))], range(2))
+    check_same_memory([HERE, replace(HERE, nbytes=8, device="GPU-1")], range(2))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_handles_of_this_host_agree() -> None:
 def test_handles_of_another_host_or_container_are_refused(change: dict[str, str], words: str) -> None:
     """D24: known before any driver call, with the ranks named."""
     with pytest.raises(SetupError, match=words) as error:
-        check_same_host([HERE, replace(HERE, **change), HERE])
+        check_same_host([HERE, replace(HERE, **change), HERE], range(3))
     assert "ranks 0, 2" in str(error.value) and f"{next(iter(change.values()))}: ranks 1" in str(error.value)
 
 
 @pytest.mark.parametrize("change", [{"provider": "cuda"}, {"layout": "b2"}, {"epoch": 1}])
 def test_handles_of_different_arenas_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(SetupError, match="2 different"):
-        check_same_memory([HERE, replace(HERE, **change)])
+        check_same_memory([HERE, replace(HERE, **change)], range(2))

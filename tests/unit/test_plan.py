@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from usp.grouping import choose_widths, spread_widths
 from usp.layout import split_counts
-from usp.plan import AttentionPlan, default_num_groups, group_widths, make_plan
+from usp.plan import AttentionPlan, make_plan
 
 
 def plan(ranks: int = 3, tokens: int = 10, heads: int = 7, **others) -> AttentionPlan:
@@ -15,23 +16,52 @@ def plan(ranks: int = 3, tokens: int = 10, heads: int = 7, **others) -> Attentio
     return make_plan(token_counts=split_counts(tokens, ranks), **fields)
 
 
-@pytest.mark.parametrize(
-    ("heads", "expected"), [(20, (2, 5, 6, 5, 2)), (10, (1, 3, 3, 2, 1)), (5, (1, 2, 2)), (2, (1, 1)), (1, (1,))]
-)
-def test_the_groups_of_a14b_at_720p_have_small_ends(heads: int, expected: tuple[int, ...]) -> None:
-    assert group_widths(heads, default_num_groups(heads, heads, num_tokens=75_600)) == expected
+def default_groups(heads: int, *, tokens: int, ranks: int) -> tuple[int, ...]:
+    return choose_widths(heads, tiles_per_head=-(-tokens // 128), num_tokens=tokens, num_ranks=ranks)
 
 
-def test_short_sequences_are_not_cut_below_two_waves() -> None:
-    """20 heads of 4,000 tokens are 4.8 waves of 132 tiles, so two groups; of 1,000 tokens, 1.2 waves, so one."""
-    assert default_num_groups(20, 20, num_tokens=4_000) == 2
-    assert default_num_groups(20, 20, num_tokens=1_000) == 1
+def waves(widths: tuple[int, ...], tokens: int) -> int:
+    return sum(-(-width * -(-tokens // 128) // 132) for width in widths)
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 20), (4, 10), (8, 5)])
+@pytest.mark.parametrize("tokens", [75_600, 32_760])
+def test_groups_of_a14b_have_small_ends_and_waste_no_wave(ranks: int, heads: int, tokens: int) -> None:
+    widths = default_groups(heads, tokens=tokens, ranks=ranks)
+    assert sum(widths) == heads and len(widths) >= 3
+    assert widths[0] <= 2 and widths[-1] <= 2
+    assert waves(widths, tokens) <= waves((heads,), tokens) + 2
+
+
+def test_two_heads_at_720p_go_before_one() -> None:
+    """One head fills 4.48 of 5 waves, two fill 8.95 of 9."""
+    assert default_groups(10, tokens=75_600, ranks=4) == (2, 6, 2)
+
+
+def test_short_sequences_are_not_cut() -> None:
+    """At 1,000 tokens a group of 20 heads is 1.2 waves; any cut costs more than it hides."""
+    for ranks in (2, 4, 8):
+        assert default_groups(40 // ranks, tokens=1_000, ranks=ranks) == (40 // ranks,)
+
+
+@pytest.mark.parametrize("heads", range(1, 42))
+@pytest.mark.parametrize("tokens", [1, 45, 4_000, 75_600])
+def test_chosen_widths_cover_all_heads_in_few_groups(heads: int, tokens: int) -> None:
+    widths = default_groups(heads, tokens=tokens, ranks=4)
+    assert sum(widths) == heads and 1 <= len(widths) <= 6 and min(widths) >= 1
+
+
+@pytest.mark.parametrize("heads", [11, 41, 7])
+def test_ranks_with_a_head_less_have_as_many_groups(heads: int) -> None:
+    made = plan(4, tokens=75_600, heads=heads)
+    assert len({len(widths) for widths in made.group_widths}) == 1
+    assert [sum(widths) for widths in made.group_widths] == list(split_counts(heads, 4))
 
 
 @pytest.mark.parametrize("heads", range(13))
 @pytest.mark.parametrize("groups", range(1, 8))
 def test_widths_cover_all_heads(heads: int, groups: int) -> None:
-    widths = group_widths(heads, groups)
+    widths = spread_widths(heads, groups)
     assert sum(widths) == heads and len(widths) == groups and min(widths) >= 0
 
 

@@ -137,7 +137,7 @@ def norm_rope(
     another shape or dtype. Enqueued on the current stream.
     """
     if blocks is not None:
-        blocks.tables.check(q=q_bshd, k=k_bshd)
+        blocks.check(q=q_bshd, k=k_bshd)
     q_to, k_to = (q_bshd, k_bshd) if blocks is None else (blocks.tables.q, blocks.tables.k)
     rope = (rope_cos, rope_sin)
     if q_bshd.shape == k_bshd.shape and q_bshd.stride() == k_bshd.stride() and q_weight.dtype == k_weight.dtype:

@@ -29,6 +29,7 @@ def norm_rope_reference(
     q = turn_pairs(rms_norm_reference(q_bshd, q_weight, eps=eps), rope_cos, rope_sin)
     k = turn_pairs(rms_norm_reference(k_bshd, k_weight, eps=eps), rope_cos, rope_sin)
     if blocks is not None:
+        blocks.check(q=q, k=k)
         place_heads_reference(q, [(block.head_start, block.q_dst) for block in blocks])
         place_heads_reference(k, [(block.kv_head_start, block.k_dst) for block in blocks])
     return q, k

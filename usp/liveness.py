@@ -1,0 +1,107 @@
+"""Whether an exchange still works: who broke it, how the others hear of it, and how its waits are let go.
+
+A stream that waits for a lost rank waits for ever, and no call to CUDA says so; so a watchdog looks, a failure releases
+every wait of this rank by poisoning its own flags, and `check` raises wherever results leave the device. Owned by
+`usp.pipeline`.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from usp.ipc.engine import Engine
+from usp.ipc.rendezvous import Rendezvous
+from usp.ipc.watchdog import Failure, Watchdog
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 1
+NOTICE_S, PAUSE_S = 10.0, 0.001  # the watchdog looks every 0.2 s, and then releases the waits
+
+
+class ExchangeBrokenError(RuntimeError):
+    """An earlier call on this exchange failed; it can only be closed."""
+
+
+class Liveness:
+    """Of one rank's exchange. Making it is collective.
+
+    `flags()` are the addresses of this rank's own flags and the number that is past every wait, none before there is
+    an arena.
+    """
+
+    def __init__(
+        self,
+        *,
+        rendezvous: Rendezvous,
+        engine: Engine,
+        stall_timeout: float,
+        completed: Callable[[], int],
+        awaiting: Callable[[], str],
+        flags: Callable[[], tuple[list[int], int]],
+    ) -> None:
+        self.engine, self._flags, self._name = engine, flags, rendezvous.names[rendezvous.rank]
+        self.broken: BaseException | None = None
+        self._failure: Failure | None = None  # of another rank, if that is what broke it
+        self.watchdog = Watchdog(
+            rendezvous=rendezvous,
+            on_failure=self._fail,
+            stall_timeout=stall_timeout,
+            completed=completed,
+            awaiting=awaiting,
+        )
+        self.rendezvous = self.watchdog.watched(self.check)
+
+    def check(self) -> None:
+        """Raise if the exchange is broken, by this rank or another."""
+        if self.broken is None and self.watchdog.someone_gave_up():
+            self._await_notice()
+        if isinstance(self.broken, Failure.errors()):
+            raise self.broken
+        if self.broken is not None:
+            raise ExchangeBrokenError(f"an earlier call failed: {self.broken!r}") from self.broken
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank failed: keep the first reason, and let the others know at once."""
+        if self.broken is None:
+            self.broken = error
+        self._tell(self.watchdog.give_up)
+
+    def let_go(self) -> bool:
+        """Give up and end every wait of this rank; whether its streams are idle then."""
+        assert self.broken is not None
+        self.give_up(self.broken)
+        self.engine.fail(self.broken)
+        return self._release()
+
+    def close(self) -> None:
+        """After the last meeting."""
+        self.watchdog.close()
+
+    def _fail(self, failure: Failure) -> None:
+        """In the watchdog's thread: another rank failed. Tell the others before anything is released, since what this
+        rank's streams then still do reads and writes garbage."""
+        error = failure.error()
+        if self.broken is None:
+            self.broken, self._failure = error, failure
+        self._tell(self.watchdog.announce)
+        self.engine.fail(error)
+        if not self._release():
+            log.error("rank %d: %s; and its streams do not end, so the process does", self._name, failure.text)
+            os._exit(EXIT_CODE)
+
+    def _tell(self, say: Callable[..., None]) -> None:
+        if self._failure is None:
+            say(f"{type(self.broken).__name__}: {self.broken}")
+        else:
+            say(self._failure.cause, at_fault=self._failure.rank)
+
+    def _release(self) -> bool:
+        addresses, past = self._flags()
+        return not addresses or self.engine.release(addresses, past)
+
+    def _await_notice(self) -> None:
+        deadline = time.monotonic() + NOTICE_S
+        while self.broken is None and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
