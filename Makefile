@@ -10,7 +10,7 @@ PIP_INSTALL = $(PYTHON) -m pip install --quiet --constraint constraints.txt $(if
 export DEMO_PROMPT ?= A paper boat drifts down a rainy street
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-gpu lint fix hooks wheel clean
+.PHONY: help venv demo test test-long test-gpu bench lint fix hooks wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,15 @@ test-long: venv  ## the tests that take many minutes
 
 test-gpu: venv  ## the tests that need a CUDA device, and those of the exchange, whose ranks then share the GPUs
 	$(PYTHON) -m pytest -q -m gpu
-	$(PYTHON) -m pytest -q tests/multi_gpu/test_exchange.py tests/multi_gpu/test_pipeline.py
+	$(PYTHON) -m pytest -q tests/multi_gpu/test_exchange.py tests/multi_gpu/test_pipeline.py \
+	    tests/multi_gpu/test_pipeline_faults.py
+
+bench: venv  ## time kernels, a block and a step on this GPU, into docs/benchmarks.md; takes some ten minutes
+	$(PYTHON) scripts/bench_kernels.py --json docs/benchmarks/kernels.json
+	$(PYTHON) scripts/bench_block.py --json docs/benchmarks/blocks.json
+	$(PYTHON) scripts/bench_block.py --ranks 2 --tokens 75600 --no-compile --json docs/benchmarks/share.json
+	$(PYTHON) scripts/bench_step.py --json docs/benchmarks/steps.json
+	$(PYTHON) scripts/render_benchmarks.py docs/benchmarks/*.json
 
 lint: venv  ## style, formatting and types, without changing a file
 	$(PYTHON) -m ruff check .

@@ -247,6 +247,8 @@ class PipelinedExchange(CollectiveExchange):
         suffix_kv: KeyValue | None,
     ) -> AttentionPlan:
         batch, _, num_kv_heads, head_dim = v.shape
+        if self.attend_streams > 1 and getattr(attention, "one_stream", False):
+            raise ValueError("this attention's calls share memory, so they need attend_streams=1")
         return make_plan(
             token_counts=self.token_counts,
             num_heads=num_heads,

@@ -49,7 +49,7 @@ class ParallelDenoiser:
     ) -> torch.Tensor:
         """Guided prediction for [1, C, F, H, W], fp32: u + g(c - u) for any g, but g == 1 skips the branch u."""
         own = patchify(latent.to(self.dtype))[:, self.start : self.stop]
-        time = torch.tensor([timestep], device=latent.device)
+        time = torch.full((1,), timestep, device=latent.device)  # no copy from the host, which would wait
         if guidance == 1:
             guided = self._positive_only(model, own, time, prompt)
         else:

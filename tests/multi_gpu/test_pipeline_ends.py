@@ -354,6 +354,27 @@ def test_a_fill_that_raises_breaks_the_exchange_for_all(ranks) -> None:
     assert all(text.startswith(f"{PeerLostError.__name__}: rank 0 gave up: ZeroDivisionError") for text in second)
 
 
+def share_memory(env: RankEnv) -> list[str]:
+    class Shared:
+        one_stream = True
+
+        def __call__(self, q, k, v):
+            return each_head(q, k, v)
+
+    said, qkv = [], inputs(env, SMALL, torch.Generator().manual_seed(0))[0]
+    for streams in (2, 1):
+        attn = pipelined(env, axis_of(env), Shape(45, 6, 6, direct=False, attend_streams=streams))
+        with attn.exchange:
+            shared = UlyssesAttention(attn.exchange, attention=Shared())
+            said.append(told(lambda shared=shared: tuple(shared(*qkv).shape))[0])
+    return said
+
+
+def test_an_attention_whose_calls_share_memory_gets_one_stream(ranks) -> None:
+    two, one = ranks(2).run(share_memory)[0]
+    assert two.startswith("ValueError: this attention's calls share memory") and one == "(1, 23, 6, 8)"
+
+
 def test_more_groups_than_flags_are_refused() -> None:
     with pytest.raises(ValueError, match="40 head groups; a plan takes at most 32"):
         make_plan(token_counts=(9, 9), num_heads=80, head_dim=8, dtype="float32", num_groups=40)

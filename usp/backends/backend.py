@@ -32,6 +32,7 @@ class Traits:
     dtypes: tuple[torch.dtype, ...] = HALVES
     majors: tuple[int, ...] | None = None
     head_dims: Container[int] = EIGHTHS
+    one_stream: bool = False  # its calls share memory, so they must follow each other
 
 
 class Backend:
@@ -39,7 +40,7 @@ class Backend:
 
     def __init__(self, name: str, traits: Traits, kernel: Kernel) -> None:
         self.name, self.traits, self.kernel = name, traits, kernel
-        self.writes_out = traits.writes_out
+        self.writes_out, self.one_stream = traits.writes_out, traits.one_stream
 
     def __call__(
         self, q_bshd: torch.Tensor, k_blhd: torch.Tensor, v_blhd: torch.Tensor, *, out: torch.Tensor | None = None

@@ -17,12 +17,21 @@ LIBRARY = ("flashinfer-python",)
 HEAD_DIMS = (64, 128, 256)
 HOPPER = 9
 TRAITS = {
-    "flashinfer-fa2": Traits(LIBRARY, "disable_split_kv=True", majors=(8, 9, 10, 11, 12), head_dims=HEAD_DIMS),
-    "flashinfer-fa3": Traits(
-        LIBRARY, "its schedule never splits keys", writes_out=True, majors=(HOPPER,), head_dims=HEAD_DIMS
+    "flashinfer-fa2": Traits(
+        LIBRARY, "disable_split_kv=True", majors=(8, 9, 10, 11, 12), head_dims=HEAD_DIMS, one_stream=True
     ),
-    "flashinfer-cutlass": Traits(LIBRARY, "its schedule never splits keys", majors=(10, 11), head_dims=(128,)),
-    "flashinfer-cudnn": Traits(LIBRARY, "cuDNN picks", majors=(8, 9, 10, 11, 12), head_dims=(128,)),
+    "flashinfer-fa3": Traits(
+        LIBRARY,
+        "its schedule never splits keys",
+        writes_out=True,
+        majors=(HOPPER,),
+        head_dims=HEAD_DIMS,
+        one_stream=True,
+    ),
+    "flashinfer-cutlass": Traits(
+        LIBRARY, "its schedule never splits keys", majors=(10, 11), head_dims=(128,), one_stream=True
+    ),
+    "flashinfer-cudnn": Traits(LIBRARY, "cuDNN picks", majors=(8, 9, 10, 11, 12), head_dims=(128,), one_stream=True),
 }
 
 
