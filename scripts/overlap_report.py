@@ -5,9 +5,10 @@
 
 Reads sqlite exports of Nsight Systems (all ranks in one, or a file each) and Chrome traces of torch's profiler (a file
 each). `total` is the time of the attention calls. `exposed` is communication with no kernel beside it, `hidden` the
-rest of it. `stall` is waiting with neither: a peer was late. `idle` is launches, events and the host. `copies` are
-those from the rank, and to it from ranks that were recorded; `inner` leaves out the first group's sends and the last
-group's returns. GB and GB/s are of the copies that the rank issued.
+rest of it in the calls; `outside` ran before or after its own call, and counts as not hidden. `stall` is waiting with
+neither: a peer was late. `idle` is launches, events and the host. `copies` are those from the rank, and to it from
+ranks that were recorded; `inner` leaves out the first group's sends and the last group's returns. GB and GB/s are of
+the copies that the rank issued.
 """
 
 import argparse

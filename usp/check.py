@@ -1,27 +1,32 @@
-"""Decides whether a schedule is right before it runs: races, deadlock, and every byte written exactly once.
+"""Decides whether a schedule is right before it runs: races, deadlock, all written exactly once, and read after that.
 
 Takes the lists of all ranks for several calls and orders them by happens-before (usp/order.py). Nothing is sampled: a
-plan that passes has no run in which two conflicting accesses meet. `python -m usp.check` sweeps plans.
+plan that passes has no run in which two conflicting accesses meet, or in which an operation reads what an earlier call
+or another group left behind. `python -m usp.check` sweeps plans.
 """
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
-from usp.order import Step, Trace, calls, freeing, joined, meeting, stuck_in_issue_order
+from usp.order import Step, Stream, Trace, calls, freeing, joined, meeting, stuck_in_issue_order
 from usp.plan import AttentionPlan
 from usp.schedule import Region, arena_regions, result_rows
 
 OUTSIDE_ARENA = ("q", "k", "v", "fresh")  # buffers of the caller and of the allocator
 CALLS = 3  # in a row: from the third on nothing new can happen
 
+Memory = tuple[object, ...]  # a buffer in one rank's memory while one plan has laid it out
+Access = tuple[Step, Region, bool]  # whether it writes
+
 
 @dataclass(frozen=True)
 class Violation:
     """What is wrong, and the shortest chain of operations that shows it."""
 
-    kind: str  # race, deadlock, missing, twice
+    kind: str  # race, deadlock, missing, twice, stale
     message: str
     chain: tuple[str, ...] = ()
 
@@ -39,10 +44,17 @@ def check_plan(plan: AttentionPlan, *, then: AttentionPlan | None = None) -> lis
 
 def check(trace: Trace) -> list[Violation]:
     """Every violation in a trace; [] if there is none."""
-    found = list(_deadlocks(trace))
-    if found:
-        return found  # steps that never start have no place in the order
-    return [*_coverage(trace), *_races(trace), *_races_between_plans(trace)]
+    return list(violations(trace))
+
+
+def violations(trace: Trace) -> Iterator[Violation]:
+    """The same one by one: the first is there long before the last."""
+    stuck = list(_deadlocks(trace))
+    yield from stuck
+    if not stuck:  # steps that never start have no place in the order
+        yield from _coverage(trace)
+        yield from _accesses(trace)
+        yield from _races_between_plans(trace)
 
 
 def _deadlocks(trace: Trace) -> Iterator[Violation]:
@@ -57,16 +69,15 @@ def _deadlocks(trace: Trace) -> Iterator[Violation]:
 
 def _coverage(trace: Trace) -> Iterator[Violation]:
     """Each cell of each slot and result is written by exactly one operation of a call."""
-    written: dict[tuple[AttentionPlan, int, int, tuple[str | int, ...]], list[tuple[Step, Region]]] = {}
+    written: defaultdict[Memory, list[tuple[Step, Region]]] = defaultdict(list)
     for step in trace.steps:
-        for region in step.op.writes if step.plan else ():
-            key = (step.plan, step.call, region.rank, region.buffer)
-            written.setdefault(key, []).append((step, region))  # type: ignore[arg-type]
-    runs = {(step.plan, step.call) for step in trace.steps if step.plan}
-    for plan, call in sorted(runs, key=lambda run: run[1]):
+        for region in step.op.writes:
+            written[step.stint, step.call, region.rank, region.buffer].append((step, region))
+    runs = {(step.stint, step.call): step.plan for step in trace.steps if step.plan}
+    for (stint, call), plan in sorted(runs.items()):
         for rank in range(plan.num_ranks):
             for whole in _to_be_covered(plan, rank):
-                yield from _cover(whole, written.get((plan, call, rank, whole.buffer), []), call)
+                yield from _cover(whole, written[stint, call, rank, whole.buffer], call)
 
 
 def _to_be_covered(plan: AttentionPlan, rank: int) -> Iterator[Region]:
@@ -81,18 +92,16 @@ def _to_be_covered(plan: AttentionPlan, rank: int) -> Iterator[Region]:
 
 def _cover(whole: Region, writes: list[tuple[Step, Region]], call: int) -> Iterator[Violation]:
     inside = [(step, _clipped(region, whole)) for step, region in writes if region.overlaps(whole)]
-    twice = [(first, second) for (first, one), (second, other) in combinations(inside, 2) if one.overlaps(other)]
-    for first, second in twice:
-        yield Violation("twice", f"{_name(whole)} is written twice in call {call}", (str(first), str(second)))
-    written = _num_cells(inside) if twice else sum(region.area for _, region in inside)
-    missing = whole.area - written
-    if missing > 0:
-        yield Violation("missing", f"{missing} of {whole.area} cells of {_name(whole)} are not written in call {call}")
-
-
-def _num_cells(writes: list[tuple[Step, Region]]) -> int:
-    """Cells that any of the writes covers; one by one, so only for what is wrong already."""
-    return len({(row, col) for _, region in writes for row in range(*region.rows) for col in range(*region.cols)})
+    left = [whole]
+    for step, region in inside:
+        rest = _without(left, region)
+        if _area(left) - _area(rest) < region.area:
+            first = next(one for one, there in inside if there.overlaps(region))
+            yield Violation("twice", f"{_name(whole)} is written twice in call {call}", (str(first), str(step)))
+        left = rest
+    if left:
+        cells = f"{_area(left)} of {whole.area} cells of {_name(whole)}"
+        yield Violation("missing", f"{cells} are not written in call {call}")
 
 
 def _clipped(region: Region, whole: Region) -> Region:
@@ -101,20 +110,62 @@ def _clipped(region: Region, whole: Region) -> Region:
     return Region(region.rank, region.buffer, rows, cols)
 
 
-def _races(trace: Trace) -> Iterator[Violation]:
-    """Conflicting accesses of one plan that no chain orders."""
-    touched: dict[tuple[object, ...], list[tuple[Step, Region, bool]]] = {}
-    for step in trace.steps:
-        for regions, is_write in ((step.op.reads, False), (step.op.writes, True)):
-            for region in regions if step.plan else ():
-                # what the caller and the allocator own is the same memory whatever the plan
-                plan = None if region.buffer[0] in OUTSIDE_ARENA else step.plan
-                touched.setdefault((plan, region.rank, region.buffer), []).append((step, region, is_write))
-    for accesses in touched.values():
-        for (one, where, writes), (other, there, also_writes) in combinations(accesses, 2):
-            conflict = (writes or also_writes) and one is not other and where.overlaps(there)
-            if conflict and not (one.follows(other) or other.follows(one)):
-                yield _race(one, other, f"{_name(where)} of rank {where.rank}")
+def _without(regions: Iterable[Region], taken: Region) -> list[Region]:
+    """What of the regions lies outside `taken`."""
+    return [part for one in regions for part in (_around(one, taken) if one.overlaps(taken) else (one,))]
+
+
+def _around(one: Region, hole: Region) -> list[Region]:
+    """Above, below, to the left and to the right of an overlapping hole."""
+    (top, bottom), (left, right) = one.rows, one.cols
+    up, down = max(top, hole.rows[0]), min(bottom, hole.rows[1])
+    west, east = max(left, hole.cols[0]), min(right, hole.cols[1])
+    sides = (top, up, left, right), (down, bottom, left, right), (up, down, left, west), (up, down, east, right)
+    return [Region(one.rank, one.buffer, (n, s), (w, e)) for n, s, w, e in sides if n < s and w < e]
+
+
+def _area(regions: Iterable[Region]) -> int:
+    return sum(region.area for region in regions)
+
+
+def _accesses(trace: Trace) -> Iterator[Violation]:
+    """Conflicting accesses of one plan that no chain orders, and reads of what another call or group left."""
+    touched: defaultdict[Memory, list[Access]] = defaultdict(list)
+    for step in trace.line:
+        accesses = [(region, False) for region in step.op.reads] + [(region, True) for region in step.op.writes]
+        for region, writes in accesses:
+            yield from _look_back(step, region, touched[_memory(step, region)], writes=writes)
+        for region, writes in accesses:
+            touched[_memory(step, region)].append((step, region, writes))
+
+
+def _memory(step: Step, region: Region) -> Memory:
+    """What the caller and the allocator own is the same memory whatever the plan."""
+    return None if region.buffer[0] in OUTSIDE_ARENA else step.stint, region.rank, region.buffer
+
+
+def _look_back(step: Step, region: Region, touched: list[Access], *, writes: bool) -> Iterator[Violation]:
+    """Back to the ordered writes that cover the region: what conflicts with it before them conflicts with them too."""
+    unmet, name = [region], f"{_name(region)} of rank {region.rank}"
+    for other, there, also_writes in reversed(touched):
+        if (writes or also_writes) and there.overlaps(region):
+            if not step.follows(other):
+                yield Violation("race", f"nothing orders two accesses to {name}", _witness(other, step))
+            elif also_writes:
+                seen, unmet = unmet, _without(unmet, there)
+                if not writes and seen != unmet and not _is_meant_for(other, step):
+                    text = f"{name} is read as another call or group left it"
+                    yield Violation("stale", text, (str(other), str(step)))
+                if not unmet:
+                    return
+    if not writes:
+        yield Violation("stale", f"{_area(unmet)} of {region.area} cells of {name} are read unwritten", (str(step),))
+
+
+def _is_meant_for(writer: Step, reader: Step) -> bool:
+    """Of one call, and of one group where both are for one."""
+    groups = {writer.op.group, reader.op.group}
+    return writer.call == reader.call and (len(groups) == 1 or -1 in groups)
 
 
 def _races_between_plans(trace: Trace) -> Iterator[Violation]:
@@ -122,27 +173,21 @@ def _races_between_plans(trace: Trace) -> Iterator[Violation]:
 
     Order is monotone along a stream, so the last access of each stream and the first one of each suffice.
     """
-    by_plan: dict[tuple[int, object], dict[tuple[int, str], list[Step]]] = {}
+    stints: dict[tuple[int, int], dict[Stream, list[Step]]] = {}
     for step in trace.steps:
         for region in (*step.op.reads, *step.op.writes):
             if region.buffer[0] not in OUTSIDE_ARENA:
-                by_plan.setdefault((region.rank, step.plan), {}).setdefault(step.stream, []).append(step)
-    for (rank, plan), (other_rank, other) in combinations(by_plan, 2):
-        if rank == other_rank:
-            lasts = [steps[-1] for steps in by_plan[rank, plan].values()]
-            firsts = [steps[0] for steps in by_plan[rank, other].values()]
-            for last in lasts:
-                for first in firsts:
-                    if not first.follows(last) and not _precedes(by_plan[rank, other], by_plan[rank, plan]):
-                        yield _race(last, first, f"the arena of rank {rank}")
+                stints.setdefault((region.rank, step.stint), {}).setdefault(step.stream, []).append(step)
+    for ((rank, _), one), ((other_rank, _), other) in combinations(stints.items(), 2):
+        if rank == other_rank and not _precedes(one, other) and not _precedes(other, one):
+            for last, first in product((steps[-1] for steps in one.values()), (steps[0] for steps in other.values())):
+                if not first.follows(last):
+                    text = f"nothing orders two accesses to the arena of rank {rank}"
+                    yield Violation("race", text, _witness(last, first))
 
 
-def _precedes(earlier: dict[tuple[int, str], list[Step]], later: dict[tuple[int, str], list[Step]]) -> bool:
+def _precedes(earlier: dict[Stream, list[Step]], later: dict[Stream, list[Step]]) -> bool:
     return all(first[0].follows(last[-1]) for last in earlier.values() for first in later.values())
-
-
-def _race(one: Step, other: Step, where: str) -> Violation:
-    return Violation("race", f"nothing orders two accesses to {where}", _witness(one, other))
 
 
 def _witness(one: Step, other: Step) -> tuple[str, ...]:

@@ -13,13 +13,14 @@ from usp.errors import UserError
 from usp.overlap import Overlap, Span
 from usp.schedule import Kind, Op
 from usp.sheet import PAPER, Sheet, text_width
-from usp.tables import describe, percent
+from usp.tables import describe, ms, percent
 from usp.timeline import KERNELS, Event, Timeline
 
 WIDTH, MARGIN, GUTTER = 1600, 48, 140  # pixels of the finished picture; the gutter holds the lanes' names
 TITLE_HEIGHT, LEGEND_HEIGHT, CAPTION_HEIGHT, AXIS_HEIGHT, RANK_GAP, LANE_GAP = 104, 44, 34, 40, 14, 4
 LANE_HEIGHTS = ((2, 40), (4, 30), (16, 20))  # up to so many ranks
 ZOOM_RANKS = 4
+SHOWN_US = 0.5  # less is 0.000 ms
 MAX_ZOOM = 0.25  # of the call; a longer end is seen well enough in the whole
 
 PALE, GRID, TRACK, EXPOSED = "#6b7785", "#e3e8ee", "#f6f8fa", "#d1242f"
@@ -83,7 +84,9 @@ def _panels(timeline: Timeline, call: int) -> list[Panel]:
         raise UserError(f"call {call} takes no time, so there is nothing to draw; give durations above 0")
     lane = next(height for ranks, height in LANE_HEIGHTS if len(timeline.ranks) <= ranks)
     top = MARGIN // 2 + TITLE_HEIGHT + LEGEND_HEIGHT
-    first = Panel(MARGIN, top, WIDTH - 2 * MARGIN, lane, whole, timeline.ranks, "one call, time in ms")
+    labels = sorted({event.label for event in timeline.events if event.op.kind in (*KERNELS, *COPIES)})
+    caption = f"one call, time in ms; durations {' and '.join(labels)}"
+    first = Panel(MARGIN, top, WIDTH - 2 * MARGIN, lane, whole, timeline.ranks, caption)
     below = top + first.height(timeline) + RANK_GAP
     half, ranks = (WIDTH - 3 * MARGIN) // 2, timeline.ranks[:ZOOM_RANKS]
     zooms = zip((MARGIN, 2 * MARGIN + half), _ends(timeline, call, whole), ("first", "last"), strict=False)
@@ -121,19 +124,28 @@ def _title(sheet: Sheet, timeline: Timeline, call: int) -> None:
     shape, _, groups = describe(timeline.plan).partition(", groups ")
     overlap = timeline.overlap(timeline.slowest(call), call)
     title = f"Head groups {groups} on {shape}"
-    size = next((size for size in (30, 24, 18) if text_width(title, size) <= WIDTH - 2 * MARGIN), 13)
-    sheet.text(MARGIN, MARGIN // 2 + 24, title, size=size)
-    sheet.text(MARGIN, MARGIN // 2 + 68, "   |   ".join(_key_numbers(overlap)), size=22, colour=PALE)
-    labels = sorted({event.label for event in timeline.events if event.op.kind in (*KERNELS, *COPIES)})
-    sheet.text(WIDTH - MARGIN, MARGIN // 2 + 68, f"durations {' and '.join(labels)}", size=17, colour=PALE, anchor="rm")
+    sheet.text(MARGIN, MARGIN // 2 + 24, title, size=_fitting(title, (30, 24, 18)))
+    numbers = "   |   ".join(_key_numbers(overlap))
+    sheet.text(MARGIN, MARGIN // 2 + 68, numbers, size=_fitting(numbers, (22, 19)), colour=PALE)
+
+
+def _fitting(text: str, sizes: tuple[int, ...]) -> int:
+    """The first size in which a line fits the sheet."""
+    return next((size for size in sizes if text_width(text, size) <= WIDTH - 2 * MARGIN), 13)
 
 
 def _key_numbers(overlap: Overlap) -> list[str]:
     numbers = [f"{overlap.total / 1e3:.2f} ms a call", f"attention {overlap.attention / 1e3:.2f} ms"]
     if overlap.hidden_share is None:
         return [*numbers, "nothing is copied"]
-    numbers += [f"copies {overlap.communication / 1e3:.2f} ms, of which {overlap.exposed / 1e3:.3f} ms exposed"]
+    numbers += [f"copies {overlap.communication / 1e3:.2f} ms, of which {not_hidden(overlap)}"]
     return [*numbers, f"hidden {percent(overlap.hidden_share)} (inner groups {percent(overlap.inner_hidden_share)})"]
+
+
+def not_hidden(overlap: Overlap) -> str:
+    """The copies that no kernel of the call hides, in words."""
+    exposed = f"{ms(overlap.exposed)} ms exposed"
+    return f"{exposed}, {ms(overlap.outside)} ms outside the call" if overlap.outside > SHOWN_US else exposed
 
 
 def _legend(sheet: Sheet, timeline: Timeline) -> None:

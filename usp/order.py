@@ -16,12 +16,16 @@ Stream = tuple[int, str]
 
 @dataclass(eq=False)
 class Step:
-    """One operation of one call. `before` are the steps that directly precede it; `clock` is its vector clock."""
+    """One operation of one call. `before` are the steps that directly precede it; `clock` is its vector clock.
+
+    `stint` counts the changes of plan before it on its rank; each lays the buffers out anew, one to an old plan too.
+    """
 
     op: Op
     call: int
     plan: AttentionPlan | None
     index: int  # in its stream
+    stint: int
     before: list["Step"] = field(default_factory=list)
     clock: dict[Stream, int] = field(default_factory=dict)
 
@@ -61,13 +65,17 @@ def joined(
 
 
 class Trace:
-    """The steps of all ranks, ordered. `stuck` are steps that can never start, with what each of them waits for."""
+    """The steps of all ranks, ordered. `stuck` are steps that can never start, with what each of them waits for.
+
+    `line` holds the others one after another, each behind all that precede it; what is not ordered stands as it came.
+    """
 
     def __init__(self, per_rank: Iterable[Iterable[tuple[Op, int, AttentionPlan | None]]]) -> None:
         self.ranks: list[list[Step]] = [_numbered(items) for items in per_rank]
         self._signals = self._find_signals()
         self._records = self._find_records()
         self.stuck: list[tuple[Step, str]] = []
+        self.line: list[Step] = []
         self._order()
 
     @property
@@ -107,9 +115,10 @@ class Trace:
         meetings: list[Step] = []
         for part in range(max(map(len, parts), default=0)):
             present = [rank[part] if part < len(rank) else [] for rank in parts]
+            begun = len(self.line)
             self._order_part([step for rank in present for step in rank], joint, meetings)
             meetings = [rank[-1] for rank in present if rank and rank[-1].op.kind is Kind.QUIESCE]
-            for step in self.steps:
+            for step in self.line[begun:]:
                 _merge(joint, step.clock)
             for step in meetings:
                 step.clock = dict(joint)
@@ -148,6 +157,7 @@ class Trace:
             _merge(step.clock, earlier.clock)
         step.clock[step.stream] = step.index
         done.add(id(step))
+        self.line.append(step)
         return True
 
     def _reason(self, step: Step) -> str:
@@ -188,9 +198,12 @@ def _meetings_until(steps: Sequence[Step], end: int) -> int:
 
 def _numbered(items: Iterable[tuple[Op, int, AttentionPlan | None]]) -> list[Step]:
     counts: dict[str, int] = {}
-    steps = []
+    steps: list[Step] = []
+    stint, latest = -1, None
     for op, call, plan in items:
-        steps.append(Step(op, call, plan, counts.get(op.stream, 0)))
+        if op.kind is not Kind.QUIESCE and (stint < 0 or (plan is not latest and plan != latest)):
+            stint, latest = stint + 1, plan
+        steps.append(Step(op, call, plan, counts.get(op.stream, 0), stint))
         counts[op.stream] = counts.get(op.stream, 0) + 1
     return steps
 

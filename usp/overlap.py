@@ -50,12 +50,15 @@ def length(spans: Spans) -> float:
 
 @dataclass(frozen=True)
 class Overlap:
-    """One rank, one call, in microseconds. total = work + exposed + stall + idle; communication = exposed + hidden.
+    """One rank, one call, in microseconds.
 
-    `work` is time with a kernel running. `exposed` is without one while copies of the call, to or from this rank, run:
-    communication that somebody waits for. `stall` is waiting for a flag with no such copy running: a late peer.
-    `idle` is the rest: launches, events, the host. `inner` leaves out the first group's sends and the last group's
-    returns, for which there is no attention to hide under.
+    total = work + exposed + stall + idle: its window. communication = hidden + exposed + outside: all its copies, to
+    and from this rank. `work` is time with a kernel running; copies beside it are `hidden`. `exposed` is without one
+    while copies run: communication that somebody waits for. `outside` is copying before or after the window: an early
+    peer's sends, or returns to a late one. Other calls' kernels may run then, but this call neither hides it nor waits
+    for it, so it lowers the hidden shares. `stall` is waiting for a flag with no such copy running: a late peer. `idle`
+    is the rest: launches, events, the host. `inner` leaves out the first group's sends and the last group's returns,
+    for which there is no attention to hide under.
     """
 
     total: float
@@ -63,13 +66,19 @@ class Overlap:
     attention: float
     communication: float
     exposed: float
+    outside: float
     stall: float
     inner_communication: float
     inner_exposed: float
+    inner_outside: float
 
     @property
     def hidden(self) -> float:
-        return self.communication - self.exposed
+        return self.communication - self.exposed - self.outside
+
+    @property
+    def inner_hidden(self) -> float:
+        return self.inner_communication - self.inner_exposed - self.inner_outside
 
     @property
     def idle(self) -> float:
@@ -82,7 +91,7 @@ class Overlap:
 
     @property
     def inner_hidden_share(self) -> float | None:
-        return 1 - self.inner_exposed / self.inner_communication if self.inner_communication else None
+        return self.inner_hidden / self.inner_communication if self.inner_communication else None
 
 
 def exposed_spans(window: Span, *, work: Spans, copies: Spans) -> Spans:
@@ -92,14 +101,17 @@ def exposed_spans(window: Span, *, work: Spans, copies: Spans) -> Spans:
 
 def account(window: Span, *, work: Spans, attention: Spans, copies: Spans, inner: Spans, waits: Spans) -> Overlap:
     """Account for the window of one call: `work` and `waits` of the rank, `copies` and `inner` ones of the call."""
-    quiet = difference(difference(union([window]), work), copies)
+    whole = union([window])
+    quiet = difference(difference(whole, work), copies)
     return Overlap(
         total=window[1] - window[0],
-        work=length(intersection(union([window]), work)),
+        work=length(intersection(whole, work)),
         attention=length(attention),
         communication=length(copies),
         exposed=length(exposed_spans(window, work=work, copies=copies)),
+        outside=length(difference(copies, whole)),
         stall=length(intersection(quiet, waits)),
         inner_communication=length(inner),
         inner_exposed=length(exposed_spans(window, work=work, copies=inner)),
+        inner_outside=length(difference(inner, whole)),
     )

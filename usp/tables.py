@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from usp.overlap import Overlap
 from usp.plan import AttentionPlan
 
-OVERLAP_HEADER = ["rank", "total", "attention", "work", "exposed", "stall", "idle", "copies", "hidden", "inner hidden"]
+OVERLAP_HEADER = ["rank", "total", "attention", "work", "exposed", "stall", "idle"]
+OVERLAP_HEADER += ["copies", "outside", "hidden", "inner hidden"]
 
 
 def describe(plan: AttentionPlan) -> str:
@@ -25,7 +26,7 @@ def overlap_cells(overlap: Overlap) -> list[str]:
     """The columns of OVERLAP_HEADER after the first."""
     times = (overlap.total, overlap.attention, overlap.work, overlap.exposed, overlap.stall, overlap.idle)
     shares = (overlap.hidden_share, overlap.inner_hidden_share)
-    return [*map(ms, (*times, overlap.communication)), *map(percent, shares)]
+    return [*map(ms, (*times, overlap.communication, overlap.outside)), *map(percent, shares)]
 
 
 def percent(share: float | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import floor, log10
 from pathlib import Path
 
-from usp.draw import COLOURS, EXPOSED, GRID, GUTTER, MARGIN, PALE, TRACK, WIDTH
+from usp.draw import COLOURS, EXPOSED, GRID, GUTTER, MARGIN, PALE, TRACK, WIDTH, not_hidden
 from usp.errors import UserError
 from usp.overlap import Span, Spans, difference, intersection, union
 from usp.recorded_call import Call, Marked, spans_of
@@ -65,8 +65,8 @@ def _title(sheet: Sheet, shown: list[Call]) -> None:
     sheet.text(MARGIN, 48, f"One attention call, {where}, as recorded", size=30)
     numbers = [f"{ms(slowest.total)} ms", f"attention {ms(slowest.attention)} ms", f"stalls {ms(slowest.stall)} ms"]
     if slowest.hidden_share is not None:
-        exposed = f"copies {ms(slowest.communication)} ms, of which {ms(slowest.exposed)} ms exposed"
-        numbers += [exposed, f"hidden {percent(slowest.hidden_share)}"]
+        copies = f"copies {ms(slowest.communication)} ms, of which {not_hidden(slowest)}"
+        numbers += [copies, f"hidden {percent(slowest.hidden_share)}"]
     sheet.text(MARGIN, 88, "   |   ".join(numbers), size=20, colour=PALE)
 
 

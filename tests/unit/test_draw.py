@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from usp.costs import Costs
-from usp.draw import COLOURS, draw
+from usp.draw import COLOURS, draw, not_hidden
 from usp.errors import UserError
 from usp.plan import AttentionPlan
 from usp.schedule import Kind
@@ -80,6 +80,17 @@ def test_exposed_communication_is_red_in_proportion_and_absent_where_nothing_is_
     assert 0 < 2 * red[0] < red[1]
     draw(simulate(plan(500), Costs()), tmp_path / "alone.png")
     assert reddish(colours(tmp_path / "alone.png")) == 0
+
+
+def test_copies_outside_the_call_are_named_where_there_are_any() -> None:
+    costs = Costs(link_gbps=1, measured={("attend", "", None): 400.0})
+    even, uneven = (
+        simulate_emulated(plan(*tokens), 1, costs, calls=1).overlap(1, 1) for tokens in ((500, 500), (900, 100))
+    )
+    assert uneven.outside > 0
+    exposed, outside = f"{uneven.exposed / 1e3:.3f} ms exposed", f"{uneven.outside / 1e3:.3f} ms outside the call"
+    assert not_hidden(uneven) == f"{exposed}, {outside}"
+    assert not_hidden(even) == f"{even.exposed / 1e3:.3f} ms exposed"
 
 
 def test_long_calls_have_their_ends_enlarged(tmp_path) -> None:

@@ -81,6 +81,19 @@ def test_both_formats_give_what_was_counted_by_hand(tmp_path, capsys, next_launc
     assert "ranks 1" in capsys.readouterr().out  # whose recording would tell stalls from copies
 
 
+def test_a_return_that_ends_after_the_call_is_told_apart(tmp_path):
+    """The caller's next kernel runs beside half of it, and the call is over: nobody hid it and nobody waited for it."""
+    process = rank_0()
+    last, following = process.issued[-2:]
+    process.issued[-2:] = [replace(last, start=425, end=445), replace(following, end=435)]
+    for file in in_both(tmp_path, process):
+        (step,) = report(file)["steps"]
+        named = {"total": 320, "work": 230, "communication": 110, "exposed": 39, "outside": 20, "hidden": 51}
+        named |= {"stall": 51, "idle": 0, "inner_communication": 50, "inner_exposed": 19, "inner_outside": 0}
+        assert {name: step[name] for name in named} == pytest.approx(named), file
+        assert step["hidden_share"] == pytest.approx(51 / 110)
+
+
 def test_a_recorded_peer_turns_stalls_into_communication(tmp_path):
     both = write_sqlite(tmp_path / "both.sqlite", rank_0(), rank_1())
     one = [write_chrome(tmp_path / f"rank{rank}.json", made) for rank, made in enumerate((rank_0(), rank_1()))]

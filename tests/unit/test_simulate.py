@@ -3,17 +3,18 @@
 import json
 import random
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 import pytest
 
-from usp.costs import Costs, key, nbytes
+from usp.costs import COPIES, Costs, key, nbytes
 from usp.emulate import emulated
 from usp.order import Trace, calls
+from usp.overlap import intersection, length, union
 from usp.plan import AttentionPlan, make_plan
 from usp.schedule import Kind, build
 from usp.simulate import StuckError, play, simulate, simulate_emulated
-from usp.timeline import WAITS, Event, Timeline
+from usp.timeline import KERNELS, WAITS, Event, Timeline
 
 ROUND = {
     ("fill", "qk", None): 10.0,
@@ -101,7 +102,29 @@ def test_a_late_peer_is_a_stall_and_not_communication() -> None:
     assert (early.total, early.work, early.exposed, early.stall) == (56, 32, 10, 14)
     assert (late.total, late.work, late.exposed, late.stall) == (60, 52, 8, 0)
     assert timeline.slowest(1) == 1
-    assert early.communication == 3 + 6 + 6 + 4 + 4  # the own return ends after the own window, so nobody here waits
+    assert early.communication == 3 + 6 + 6 + 4 + 4
+    assert (early.outside, late.outside) == (4, 0)  # the early rank's return ends after its own call
+
+
+@pytest.mark.parametrize("gbps", [375, 53, 8])
+def test_equal_shares_have_no_copies_outside_the_call_and_unequal_ones_do(gbps: int) -> None:
+    """At 720p on two ranks: the rank with fewer tokens is done while its returns to the other still run."""
+    shape = {"num_heads": 40, "head_dim": 128, "dtype": "bfloat16"}
+    even, uneven = (make_plan(token_counts=counts, **shape) for counts in ((37_800, 37_800), (60_000, 15_600)))
+    costs = Costs(link_gbps=gbps)
+    for timeline in (simulate(even, costs), *(simulate_emulated(even, rank, costs) for rank in (0, 1))):
+        for rank, call in product(timeline.ranks, (1, 2, 3)):
+            overlap = timeline.overlap(rank, call)
+            assert (overlap.outside, overlap.inner_outside) == pytest.approx((0, 0), abs=1e-6)
+            assert_copies_are_accounted_for(timeline, rank, call)
+    for timeline in (simulate(uneven, costs), *(simulate_emulated(uneven, rank, costs) for rank in (0, 1))):
+        for rank, call in product(timeline.ranks, (1, 2, 3)):
+            assert_copies_are_accounted_for(timeline, rank, call)
+    late = simulate_emulated(uneven, 1, costs, calls=1)
+    overlap, end = late.overlap(1, 1), late.window(1, 1)[1]
+    after = union((max(one.start, end), one.end) for one in late.events if one.op.kind in COPIES and one.end > end)
+    assert overlap.outside == pytest.approx(length(after)) and overlap.outside > 0
+    assert overlap.hidden_share < (overlap.communication - overlap.exposed) / overlap.communication
 
 
 def test_a_rank_without_heads_only_sends_and_waits() -> None:
@@ -117,7 +140,8 @@ def test_a_rank_without_tokens_only_receives_and_returns() -> None:
     timeline = simulate(plan, free_costs(), calls=1)
     full, empty = timeline.overlap(0, 1), timeline.overlap(1, 1)
     assert (full.total, full.work, full.exposed, full.stall, full.hidden) == (40, 32, 4, 4, 9)
-    assert (empty.total, empty.work, empty.exposed, empty.stall, empty.hidden) == (36, 20, 9, 7, 4)
+    assert (empty.total, empty.work, empty.exposed, empty.stall, empty.hidden) == (36, 20, 9, 7, 0)
+    assert (empty.outside, full.outside) == (4, 0)  # its return ends after its own call
 
 
 def test_the_host_delays_what_it_has_not_issued() -> None:
@@ -176,11 +200,23 @@ def test_every_timeline_adds_up(seed: int) -> None:
         assert_adds_up(timeline, costs)
 
 
+def assert_copies_are_accounted_for(timeline: Timeline, rank: int, call: int) -> None:
+    """Hidden is what runs beside a kernel of the rank from the call's begin to its end."""
+    overlap, window = timeline.overlap(rank, call), union([timeline.window(rank, call)])
+    own = [one for one in timeline.events if one.op.rank == rank and one.op.kind in KERNELS]
+    events = [one for one in timeline.events if one.op.kind in COPIES and rank in (one.op.rank, one.op.peer)]
+    copies = union(one.span for one in events if one.call == call)
+    hidden = length(intersection(intersection(copies, window), union(one.span for one in own)))
+    assert (overlap.communication, overlap.hidden) == pytest.approx((length(copies), hidden), abs=1e-6)
+    assert min(overlap.exposed, overlap.outside) >= 0
+    assert -1e-6 <= overlap.inner_hidden <= overlap.hidden + 1e-6
+
+
 def assert_adds_up(timeline: Timeline, costs: Costs) -> None:
     for rank in timeline.ranks:
         for call in (1, 2, 3):
             overlap = timeline.overlap(rank, call)
-            assert overlap.exposed + overlap.hidden == pytest.approx(overlap.communication)
+            assert_copies_are_accounted_for(timeline, rank, call)
             parts = (overlap.work, overlap.exposed, overlap.stall, overlap.idle)
             assert sum(parts) == pytest.approx(overlap.total) and min(parts) > -1e-6
             assert -1e-6 <= overlap.inner_exposed <= overlap.exposed + 1e-6
@@ -293,7 +329,7 @@ def test_the_json_holds_every_event_and_account() -> None:
     }
     for one in read["calls"]:
         assert one["total"] == timeline.overlap(one["rank"], one["call"]).total
-        assert one["hidden"] + one["exposed"] == one["communication"]
+        assert one["hidden"] + one["exposed"] + one["outside"] == one["communication"]
     assert {event["label"] for event in read["events"] if event["kind"] == "attend"} == {"measured"}
 
 

@@ -42,10 +42,22 @@ def test_the_account_is_what_counting_says(seed: int) -> None:
     assert (found.total, found.work) == (window[1] - window[0], len(moments([window]) & moments(work)))
     assert found.exposed == len(inside & moments(copies))
     assert moments(exposed_spans(window, work=sets["work"], copies=sets["copies"])) == inside & moments(copies)
-    assert found.hidden == len(moments(copies) - (inside & moments(copies)))
+    under_work = moments([window]) & moments(work)
+    assert (found.communication, found.inner_communication) == (len(moments(copies)), len(moments(inner)))
+    assert (found.hidden, found.inner_hidden) == (len(moments(copies) & under_work), len(moments(inner) & under_work))
+    assert found.outside == len(moments(copies) - moments([window]))
+    assert found.inner_outside == len(moments(inner) - moments([window]))
     assert found.stall == len((inside - moments(copies)) & moments(waits))
     assert found.idle == len(inside - moments(copies) - moments(waits))
     assert found.inner_exposed == len(inside & moments(inner)) and found.attention == len(moments(work[:2]))
+
+
+def test_what_runs_after_the_call_is_not_hidden_by_it() -> None:
+    """Though a kernel of the next call runs beside it."""
+    work, copies = ((0.0, 100.0), (101.0, 400.0)), ((90.0, 290.0),)
+    found = account((0.0, 100.0), work=work, attention=work[:1], copies=copies, inner=copies, waits=())
+    assert (found.communication, found.hidden, found.exposed, found.outside) == (200, 10, 0, 190)
+    assert (found.hidden_share, found.inner_hidden_share) == (0.05, 0.05)
 
 
 def test_without_copies_no_share_is_hidden_and_none_is_claimed() -> None:
