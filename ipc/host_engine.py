@@ -25,9 +25,9 @@ class HostEngine:
 
     `num_threads` is torch's for functions launched on a worker stream; `streams` are those beside main.
 
-    `like_cuda` is for tests. Main is a worker then, so that calls are only enqueued: whoever issues keeps their tensors
-    and reads their results after `synchronize`. After a failure, and in `close`, what is queued still runs, and a
-    parked wait ends by its flag alone: nothing but `release` sees to that.
+    `like_cuda` is for tests. Main is a worker then, so that calls are only enqueued: whoever issues keeps all that they
+    read, since no allocator follows streams here, and reads their results after `synchronize`. After a failure, and in
+    `close`, what is queued still runs, and a parked wait ends by its flag alone: nothing but `release` sees to that.
     """
 
     device_type = "cpu"

@@ -2,6 +2,7 @@
 
 A test body is a module-level function `body(rank_env, *args)`; `Ranks.run` calls it on every rank and returns their
 results in rank order. A body that raises, dies or outlives its limit fails the test and takes its group down.
+`Ranks.end` lets the processes come to their own end; `close` kills them.
 """
 
 import multiprocessing as mp
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT_S = 60.0
+LIMIT_S, END_S, GONE_S = 60.0, 30.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ class Ranks:
         deadline = time.monotonic() + limit_s
         return [self._answer(rank, deadline) for rank in range(self.world)]
 
+    def end(self, limit_s: float = END_S) -> list[int | None]:
+        """Exit codes of ranks that had nothing more to do, in rank order; None for one that had to be killed."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + limit_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.close()
+        return codes
+
     def close(self) -> None:
         self.broken = True
         for process in self.processes:
@@ -74,7 +86,8 @@ class Ranks:
             if pipe.poll(0.05):
                 try:
                     return pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
+                    process.join(GONE_S)
                     break
             if not process.is_alive():
                 break

@@ -53,14 +53,19 @@ def own_qkv(env: RankEnv, tokens: int, heads: int, seed: int, batch: int = 1) ->
 
 
 def check_filled(env: RankEnv, tokens: int, heads: int, batch: int, calls: int, seed: int) -> None:
+    """References first: they are collectives. Then every call with inputs of its own; a stream keeps the results."""
     attn = attention_of(env, tokens)
+    given = [own_qkv(env, tokens, heads, seed + call, batch) for call in range(calls)]
+    expected = [attn.plain(*qkv) for qkv in given]
     with attn.exchange:
-        for call in range(calls):
-            q, k, v = own_qkv(env, tokens, heads, seed + call, batch)
-            expected = attn.plain(q, k, v)
-            found = attn.filled(v, fill_from(q, k), num_heads=heads)
-            assert found.isfinite().all()
-            assert torch.equal(found, expected), f"call {call}"
+        found = [kept(attn.filled(v, fill_from(q, k), num_heads=heads)) for q, k, v in given]
+    for call, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.isfinite().all() and torch.equal(one, other), f"call {call}"
+
+
+def kept(view: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that cannot hold an earlier result."""
+    return torch.full_like(view, float("nan"), memory_format=torch.contiguous_format).copy_(view)
 
 
 SMALL = [(45, 5, 1), (45, 40, 1), (1000, 40, 1), (1001, 12, 2), (2310, 40, 1), (4000, 40, 1), (3999, 24, 2)]
@@ -72,29 +77,42 @@ def test_filled_calls_equal_the_sequential_path(ranks, world: int, tokens: int, 
     ranks(world).run(check_filled, tokens, heads, batch, 4, tokens)
 
 
-def check_large(env: RankEnv, tokens: int, heads: int) -> float:
-    """Against attention over the whole clip at once, which every rank computes for itself. Seconds of the last call."""
+def check_large(env: RankEnv, tokens: int, heads: int, calls: int) -> float:
+    """Against attention over the whole clip at once, which every rank computes for itself. Seconds a call."""
     attn = attention_of(env, tokens)
-    generator = torch.Generator(DEVICE).manual_seed(1)
+    given, expected = [], []
+    for seed in range(calls):
+        qkv, right = own_part_of_a_clip(env, attn, tokens, heads, seed)
+        given.append(qkv)
+        expected.append(right)
+    with attn.exchange:
+        found = [kept(attn.filled(v, fill_from(q, k), num_heads=heads)) for q, k, v in given[:1]]  # makes the arena
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        found += [kept(attn.filled(v, fill_from(q, k), num_heads=heads)) for q, k, v in given[1:]]
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - began
+    wrong = [call for call, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+    assert not wrong, f"calls {wrong}"
+    return seconds / (calls - 1)
+
+
+def own_part_of_a_clip(
+    env: RankEnv, attn: UlyssesAttention, tokens: int, heads: int, seed: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """This rank's q, k and v of a clip, and its rows of attention over all of it."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     fused = torch.randn(1, tokens, 3 * heads, 128, device=DEVICE, generator=generator, dtype=torch.bfloat16)
-    whole = attn.attention(*fused.split(heads, dim=2))
     count = split_counts(tokens, env.world)[env.rank]
     start = split_offsets(split_counts(tokens, env.world))[env.rank]
-    q, k, v = fused[:, start : start + count].split(heads, dim=2)
-    with attn.exchange:
-        for _ in range(3):
-            began = time.monotonic()
-            found = attn.filled(v, fill_from(q, k), num_heads=heads)
-            torch.cuda.synchronize()
-            seconds = time.monotonic() - began
-            assert torch.equal(found, whole[:, start : start + count])
-            torch.cuda.synchronize()
-    return seconds
+    whole = attn.attention(*fused.split(heads, dim=2))
+    own = fused[:, start : start + count].clone()
+    return list(own.split(heads, dim=2)), whole[:, start : start + count].clone()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_filled_calls_equal_plain_attention_at_the_size_of_a_clip(ranks, world: int) -> None:
-    print([f"{one:.3f} s" for one in ranks(world).run(check_large, 37_800, 40)])
+    print([f"{one:.3f} s" for one in ranks(world).run(check_large, 37_800, 40, 4)])
 
 
 def check_back_to_back(env: RankEnv, calls: int) -> None:
@@ -105,14 +123,34 @@ def check_back_to_back(env: RankEnv, calls: int) -> None:
     expected = [attn.plain(*qkv) for qkv in given]
     with attn.exchange:
         found = [attn(*qkv) for qkv in given]
-        torch.cuda.synchronize()
-        attn.exchange.check()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_hundred_calls_back_to_back(ranks, world: int) -> None:
     ranks(world).run(check_back_to_back, 200)
+
+
+def check_plans(env: RankEnv, plans: list[tuple[int, int]], calls: int) -> int:
+    """As above, while (heads, batch) change every few calls. How many arenas it took."""
+    tokens = 1001
+    attn = attention_of(env, tokens)
+    shapes = [plan for plan in plans for _ in range(calls)]
+    given = [own_qkv(env, tokens, heads, seed, batch) for seed, (heads, batch) in enumerate(shapes)]
+    expected = [attn.plain(*qkv) for qkv in given]
+    with attn.exchange:
+        found = [kept(attn.filled(v, fill_from(q, k), num_heads=q.shape[2])) for q, k, v in given]
+        num_arenas = attn.exchange._epoch
+    pairs = enumerate(zip(found, expected, strict=True))
+    wrong = [call for call, (one, other) in pairs if not torch.equal(one, other)]
+    assert not wrong, f"calls {wrong}"
+    return num_arenas
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_changes_of_plan_back_to_back_stay_in_one_arena(ranks, world: int) -> None:
+    plans = [(40, 2), (4, 1), (40, 2), (12, 2), (24, 2), (4, 1), (32, 2), (4, 1), (40, 2)]
+    assert ranks(world).run(check_plans, plans, 3) == [1] * world
 
 
 def check_streams(env: RankEnv, calls: int) -> None:

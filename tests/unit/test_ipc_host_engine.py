@@ -242,6 +242,18 @@ def test_release_outlasts_a_queued_signal_that_sets_a_flag_back(engine: HostEngi
     assert engine.release([_address(first), _address(second)], 7 + 2**30)
 
 
+def test_one_shot_of_poison_would_not_do(engine: HostEngine) -> None:
+    first, second = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    engine.wait("copy", _address(first), 7)
+    engine.launch("copy", lambda: time.sleep(0.05))
+    engine.signal("copy", _address(second), 6)
+    engine.wait("copy", _address(second), 7)
+    for flag in (first, second):
+        engine._flags.store(_address(flag), 7 + 2**30)
+    time.sleep(0.5)
+    assert not engine.is_idle() and second.value == 6
+
+
 def test_release_tells_when_it_could_not(engine: HostEngine, flag: ctypes.c_uint32) -> None:
     other = ctypes.c_uint32(0)
     engine.wait("copy", _address(flag), 7)
@@ -256,6 +268,45 @@ def test_release_from_another_thread_frees_the_main_stream(engine: HostEngine, f
     engine.wait("main", _address(flag), 7)
     timer.join()
     assert released == [True]
+
+
+@pytest.fixture
+def like_cuda() -> Iterator[HostEngine]:
+    engine = HostEngine(like_cuda=True)
+    yield engine
+    engine.close()
+
+
+def test_like_cuda_main_is_only_enqueued_and_keeps_its_order(like_cuda: HostEngine, flag: ctypes.c_uint32) -> None:
+    log: list[str] = []
+    like_cuda.launch("main", lambda: log.append("before"))
+    like_cuda.wait("main", _address(flag), 1)
+    like_cuda.launch("main", lambda: log.append("main"))
+    like_cuda.record("main", "passed")
+    like_cuda.await_event("copy", "passed")
+    like_cuda.launch("copy", lambda: log.append("copy"))
+    time.sleep(0.1)
+    assert log == ["before"] and not like_cuda.is_idle()
+    like_cuda._flags.store(_address(flag), 1)
+    like_cuda.synchronize()
+    assert log == ["before", "main", "copy"]
+
+
+def test_like_cuda_a_failure_ends_no_wait_and_drops_nothing(like_cuda: HostEngine, flag: ctypes.c_uint32) -> None:
+    log: list[str] = []
+    like_cuda.wait("main", _address(flag), 7)
+    like_cuda.record("main", "passed")
+    like_cuda.await_event("copy", "passed")
+    like_cuda.launch("copy", lambda: log.append("queued before the failure"))
+    like_cuda.fail(InterruptedError("peer lost"))
+    with pytest.raises(InterruptedError):
+        like_cuda.launch("main", lambda: log.append("issued later"))
+    time.sleep(1.5)  # longer than a waiter sleeps before it looks again
+    assert log == [] and not like_cuda.is_idle()
+    assert like_cuda.release([_address(flag)], 7 + 2**30)
+    assert log == ["queued before the failure"]
+    with pytest.raises(InterruptedError):
+        like_cuda.synchronize()
 
 
 def test_close_ends_parked_streams_and_their_threads(flag: ctypes.c_uint32) -> None:
