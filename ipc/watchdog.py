@@ -60,7 +60,8 @@ class Watchdog:
     """Watches from the moment it is made, which is collective and meets over `rendezvous`; ending it waits for nobody.
 
     `on_failure` is called once, in the watchdog's thread. `completed()` is the last call known to be done, for callers
-    whose calls end asynchronously; others say so with `end`. `awaiting()` says what this rank waits for, or nothing.
+    whose calls end asynchronously; others say so with `end`. `awaiting(rank)`
+    says what this rank waits for, from that rank if from it as well; or nothing.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Watchdog:
         on_failure: Callable[[Failure], None],
         stall_timeout: float = STALL_TIMEOUT_S,
         completed: Callable[[], int] | None = None,
-        awaiting: Callable[[], str] = str,
+        awaiting: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self.rank = rendezvous.rank
         self._names = rendezvous.names
@@ -195,7 +196,7 @@ class Watchdog:
                 latest = pages[rank].latest
                 did = f"it had begun {latest}" if latest else "it had begun no call"
                 cause = f"rank {self._names[rank]} (process {self._pids[rank]}) ended; {did}"
-                return Failure(FailureKind.LOST, rank, cause, self._here())
+                return Failure(FailureKind.LOST, rank, cause, self._here(rank))
         return None
 
     def _gave_up(self, pages: dict[int, Status]) -> Failure | None:
@@ -203,7 +204,7 @@ class Watchdog:
         gave_up = [(rank, status) for rank, status in pages.items() if status.state is State.GAVE_UP]
         for rank, status in sorted(gave_up, key=lambda one: one[0] != one[1].at_fault):
             cause = f"rank {self._names[rank]} gave up: {status.reason}" if status.at_fault == rank else status.reason
-            return Failure(FailureKind.LOST, status.at_fault, cause, self._here())
+            return Failure(FailureKind.LOST, status.at_fault, cause, self._here(status.at_fault))
         return None
 
     def _strayed(self, pages: dict[int, Status]) -> Failure | None:
@@ -236,18 +237,19 @@ class Watchdog:
         told = [f"rank {self._names[rank]} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
         absent = [] if late or self._meeting is None else [rank for rank in pages if not self._meeting.has_come(rank)]
         told += [f"rank {self._names[rank]} has begun it, but does not come to the meeting" for rank in absent]
-        why = "; ".join([*(told or ["every rank has begun it"]), *self._awaited()])
+        at_fault = (late + absent + [self.rank])[0]
+        why = "; ".join([*(told or ["every rank has begun it"]), *self._awaited(at_fault)])
         cause = f"rank {self._names[self.rank]} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
-        return Failure(FailureKind.STALL, (late + absent + [self.rank])[0], cause)
+        return Failure(FailureKind.STALL, at_fault, cause)
 
-    def _here(self) -> str:
+    def _here(self, at_fault: int) -> str:
         place = [f"rank {self._names[self.rank]} is at {self._current}"] if self._current else []
-        return "; ".join([*place, *self._awaited()])
+        return "; ".join([*place, *self._awaited(at_fault)])
 
-    def _awaited(self) -> list[str]:
+    def _awaited(self, rank: int) -> list[str]:
         """Nothing, or what this rank waits for; what cannot be said must not hide what can."""
         try:
-            awaited = self._awaiting()
+            awaited = self._awaiting(rank)
         except Exception as error:
             awaited = f"what it waits for cannot be read: {error}"
         return [awaited] if awaited else []

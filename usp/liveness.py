@@ -38,7 +38,7 @@ class Liveness:
         engine: Engine,
         stall_timeout: float,
         completed: Callable[[], int],
-        awaiting: Callable[[], str],
+        awaiting: Callable[[int], str],
         flags: Callable[[], tuple[list[int], int]],
     ) -> None:
         self.engine, self._flags, self._name = engine, flags, rendezvous.names[rendezvous.rank]

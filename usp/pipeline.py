@@ -204,16 +204,16 @@ class PipelinedExchange(CollectiveExchange):
         self._completed = max(self._completed, self._calls - behind)
         return self._completed
 
-    def _awaiting(self) -> str:
-        """What the oldest call that is not done waits for: the first of its flags that has not come."""
+    def _awaiting(self, rank: int) -> str:
+        """What the oldest call that is not done waits for: the first flag that has not come, of that rank if any."""
         executor, behind = self._running, self._issued - self._count_completed()
         if executor is None or behind <= 0:
             return ""
-        addresses = [address for address, _ in executor.waits]
+        values = self.engine.peek([address for address, _ in executor.waits])
         oldest = self._number - behind + 1
-        for value, (_, flag) in zip(self.engine.peek(addresses), executor.waits, strict=False):
-            if not reached(value, oldest):
-                return f"it awaits {flag} from rank {self._names[flag.writer]}"
+        missing = [flag for value, (_, flag) in zip(values, executor.waits, strict=False) if not reached(value, oldest)]
+        for flag in sorted(missing, key=lambda flag: flag.writer != rank):
+            return f"it awaits {flag} from rank {self._names[flag.writer]}"
         return ""
 
     def _own_flags(self) -> tuple[list[int], int]:

@@ -27,6 +27,7 @@ class UlyssesAttention:
     def __init__(self, exchange: CollectiveExchange, *, attention: Attention) -> None:
         self.exchange = exchange
         self.attention = attention
+        self.is_pipelined = isinstance(exchange, PipelinedExchange)  # then `filled` spares a pass over q and k
 
     def __call__(
         self,

@@ -190,7 +190,7 @@ class SelfAttention(WanAttention):
         def norm_rope(blocks: FillBlocks | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             return kernels.norm_rope(q, k, *weights, rope.cos, rope.sin, eps=self.eps, blocks=blocks)
 
-        if isinstance(attention, UlyssesAttention):
+        if isinstance(attention, UlyssesAttention) and attention.is_pipelined:
             out = attention.filled(v, norm_rope, num_heads=q.shape[2])
         else:
             out = attention(*norm_rope(), v)

@@ -202,7 +202,7 @@ def test_ranks_that_close_report_nothing(ranks) -> None:
 def check_names(env: RankEnv) -> str:
     """Ranks 5 and 9 of a job; what rank 9 waits for cannot be read."""
 
-    def awaiting() -> str:
+    def awaiting(rank: int) -> str:
         return "it awaits the mail" if env.rank == 0 else str({}["no such key"])
 
     meet = GroupRendezvous()

@@ -22,6 +22,7 @@ import torch
 
 from tests.multi_gpu.ranks import RankEnv, Ranks
 from tests.multi_gpu.test_pipeline import Shape, each_head, inputs, on_host_engine, pipelined
+from usp.execute import Executor
 from usp.ipc.control import PAGE_NBYTES
 from usp.ipc.host_engine import HostEngine
 from usp.ipc.rendezvous import GroupRendezvous
@@ -224,6 +225,22 @@ def test_survivors_say_which_rank_step_and_layer_refuse_more_and_hold_nothing(fr
         assert all("gave up: ValueError: planted" in text for text in said), said
     assert [(one.num_arenas, one.left) for one in survivors] == [(0, [])] * len(survivors)
     assert fresh_ranks.end() == [0, EXIT_CODES[fault.kind], 0]
+
+
+def issue_slowly(env: RankEnv, fault: Fault) -> Outcome:
+    """As while kernels compile: the survivors have sent each other nothing when the culprit dies."""
+    run = Executor.run
+    with pytest.MonkeyPatch.context() as patch:
+        if env.rank != CULPRIT:
+            patch.setattr(Executor, "run", lambda self, call: (time.sleep(1.0), run(self, call))[1])
+        return run_into_fault(env, fault)
+
+
+def test_what_is_awaited_is_told_of_the_lost_rank_although_others_are_late_too(fresh_ranks) -> None:
+    answers = fresh_ranks.run_to_the_end(issue_slowly, Fault(Kind.FILL, "kill", 1, like_cuda=True), limit_s=40.0)
+    for rank in (0, 2):
+        assert answers[rank][0], answers
+        assert answers[rank][1].said.endswith(f"; it awaits q, k and v of group 0 from rank {CULPRIT}"), answers
 
 
 def use_and_keep(env: RankEnv) -> tuple[list[str], int, int, list[str]]:
