@@ -8,7 +8,7 @@ Legend: B batch, S tokens of all ranks, S_r of rank r, H query heads, K key/valu
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from usp.grouping import TILE_ROWS, choose_widths, spread_widths
 from usp.layout import split_counts, split_offsets
@@ -120,6 +120,7 @@ class AttentionPlan:
         return tuple(all_groups)
 
 
+@lru_cache(maxsize=256)
 def make_plan(
     *,
     token_counts: tuple[int, ...],
