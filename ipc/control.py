@@ -74,7 +74,7 @@ class ControlPages:
 
     def give_up(self, reason: str, *, at_fault: int) -> None:
         """Say that this rank takes no further part."""
-        self._post_state(State.GAVE_UP, at_fault, reason.encode()[:REASON_NBYTES])
+        self._post_state(State.GAVE_UP, at_fault, reason.encode(errors="backslashreplace")[:REASON_NBYTES])
 
     def leave(self) -> None:
         """Say that this rank ended in good order."""

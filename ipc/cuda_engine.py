@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from usp.ipc.cuda_copy import CudaCopy, make_copy
 from usp.ipc.driver import call, cuda_error, load_driver
-from usp.ipc.engine import AUX, COPY, MAIN, PEEK_WORDS, RELEASE_LIMIT_S, Block, PreparedCopy
+from usp.ipc.engine import AUX, COPY, MAIN, PEEK_WORDS, RELEASE_LIMIT_S, Block, Patience, PreparedCopy
 from usp.ipc.errors import SetupError
 
 if TYPE_CHECKING:
@@ -121,11 +121,18 @@ class CudaEngine:
         if self._failure is None:
             self._failure = error
 
-    def release(self, addresses: Sequence[int], value: int, *, limit_s: float = RELEASE_LIMIT_S) -> bool:
+    def release(
+        self,
+        addresses: Sequence[int],
+        value: int,
+        *,
+        limit_s: float = RELEASE_LIMIT_S,
+        progress: Callable[[], object] = lambda: None,
+    ) -> bool:
         self.bind_thread()
-        deadline = time.monotonic() + limit_s
+        patience = Patience(limit_s)
         while not self.is_idle():
-            if time.monotonic() > deadline:
+            if patience.is_over(progress()):
                 return False
             if self._has_run(self._release_stream):  # never more than one round queued
                 for address in addresses:

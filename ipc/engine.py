@@ -4,6 +4,7 @@ An operation is enqueued on a named stream and runs after everything enqueued th
 schedule against this interface; which engine stands behind it they do not see.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,19 @@ class Block:
     @property
     def contiguous(self) -> bool:
         return self.pitch == self.width or self.height == 1
+
+
+class Patience:
+    """A limit on time without progress, whatever progress is: any value that changes."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._seen, self._since = limit_s, object(), time.monotonic()
+
+    def is_over(self, progress: object) -> bool:
+        now = time.monotonic()
+        if progress != self._seen:
+            self._seen, self._since = progress, now
+        return now - self._since > self._limit_s
 
 
 class PreparedCopy(Protocol):
@@ -84,11 +98,19 @@ class Engine(Protocol):
     def fail(self, error: BaseException) -> None:
         """Refuse further operations with this error. The first one stays."""
 
-    def release(self, addresses: Sequence[int], value: int, *, limit_s: float = RELEASE_LIMIT_S) -> bool:
-        """Let parked waits go by rewriting `value` into own flags until idle; whether that came within the limit.
+    def release(
+        self,
+        addresses: Sequence[int],
+        value: int,
+        *,
+        limit_s: float = RELEASE_LIMIT_S,
+        progress: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Let parked waits go by rewriting `value` into own flags until idle; False after `limit_s` without progress.
 
         Rewriting, not writing: a peer's signal that was queued before it failed may set a flag back. What then runs
-        reads garbage, so it is for the failure path only. May be called from a thread that issues nothing.
+        reads garbage, so it is for the failure path only; much may be queued, so time counts only while `progress()`,
+        such as the calls that are done, stays the same. May be called from a thread that issues nothing.
         """
 
     def peek(self, addresses: Sequence[int]) -> list[int]:

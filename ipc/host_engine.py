@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from usp.ipc.engine import AUX, COPY, MAIN, RELEASE_LIMIT_S, Block, PreparedCopy
+from usp.ipc.engine import AUX, COPY, MAIN, RELEASE_LIMIT_S, Block, Patience, PreparedCopy
 from usp.ipc.futex import Flags
 from usp.ipc.host_copy import HostCopy
 from usp.ipc.host_stream import InlineStream, Operation, WorkerStream
@@ -96,10 +96,18 @@ class HostEngine:
                 self._failure = error
         self._end_waits()
 
-    def release(self, addresses: Sequence[int], value: int, *, limit_s: float = RELEASE_LIMIT_S) -> bool:
-        deadline = time.monotonic() + limit_s
+    def release(
+        self,
+        addresses: Sequence[int],
+        value: int,
+        *,
+        limit_s: float = RELEASE_LIMIT_S,
+        progress: Callable[[], object] = lambda: None,
+    ) -> bool:
+        patience = Patience(limit_s)
         while not self.is_idle():
-            if time.monotonic() > deadline:
+            # An operation that runs is progress, however slow; only a wait that does not end is none.
+            if patience.is_over(progress() if self._parked else object()):
                 return False
             for address in addresses:
                 self._flags.store(address, value)

@@ -235,12 +235,20 @@ class Watchdog:
         waiting_for = self._done + 1
         late = [rank for rank, status in pages.items() if max(status.begun, default=0) < waiting_for]
         told = [f"rank {self._names[rank]} has not begun it (last: {pages[rank].latest or 'none'})" for rank in late]
-        absent = [] if late or self._meeting is None else [rank for rank in pages if not self._meeting.has_come(rank)]
+        absent = [] if late else self._absent()
         told += [f"rank {self._names[rank]} has begun it, but does not come to the meeting" for rank in absent]
         at_fault = (late + absent + [self.rank])[0]
         why = "; ".join([*(told or ["every rank has begun it"]), *self._awaited(at_fault)])
         cause = f"rank {self._names[self.rank]} waits for call {waiting_for} since {waited:.0f} s at {current}; {why}"
         return Failure(FailureKind.STALL, at_fault, cause)
+
+    def _absent(self) -> list[int]:
+        """Who keeps others waiting where they meet, this rank perhaps."""
+        if self._meeting is None:
+            return []
+        if self._meeting.is_awaited():
+            return [self.rank]
+        return [rank for rank in self._peer_of_fd.values() if not self._meeting.has_come(rank)]
 
     def _here(self, at_fault: int) -> str:
         place = [f"rank {self._names[self.rank]} is at {self._current}"] if self._current else []

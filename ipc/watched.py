@@ -36,6 +36,11 @@ class WatchedRendezvous:
         """Whether a rank is at the meeting where this one is."""
         return self.meetings == 0 or self._pages.letter(rank, self.meetings) is not None
 
+    def is_awaited(self) -> bool:
+        """Whether another rank is at the meeting after this one's last."""
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return any(self._pages.letter(rank, self.meetings + 1) is not None for rank in others)
+
     def _letter(self, rank: int) -> bytes:
         while (letter := self._pages.letter(rank, self.meetings)) is None:
             self._check()

@@ -22,10 +22,19 @@ Record = dict[str, Any]
 
 def markdown(reports: Sequence[tuple[Path, Record]]) -> str:
     lines = ["# Benchmarks", ""]
-    lines += ["`make bench` runs them on the GPU at hand and writes this page; `docs/log.md` has what was tried.", ""]
+    lines += [
+        "Written by `scripts/render_benchmarks.py` from the JSON files in `docs/benchmarks`, which `make bench`",
+        "",
+    ]
+    lines[-2:] = [
+        f"{lines[-2]} makes anew on the GPU at hand; `docs/log.md` has what was tried. A missing file was not run.",
+        "",
+    ]
     lines += ["![blocks](benchmarks.png)", ""]
     for path, report in reports:
         lines += [f"## {path.stem}", "", f"{about(report)}", ""]
+        lines += [f"{report['note']}", ""] if "note" in report else []
+        lines += [f"Failed: `{one}`" for one in report.get("failures", [])] + [""]
         lines += [*table(report), ""]
     return "\n".join(lines)
 
@@ -61,7 +70,7 @@ def block_rows(records: list[Record]) -> Iterator[str]:
     yield "| block | | ms (p10 to p90) | time over ours | memory beside the inputs |"
     yield "|---|---|---|---|---|"
     for one in records:
-        shape = f"{one['tokens']:,} tokens" + (f", 1 of {one['ranks']} ranks" if one["ranks"] > 1 else "")
+        shape = shape_of(one)
         for name, time in one["ms"].items():
             spread = f"{time['median']:.1f} ({time['p10']:.1f} to {time['p90']:.1f})"
             yield f"| {shape} | {name} | {spread} | {one['ratio'][name]:.3f} | {one['peak_GB'][name]:.2f} GB |"
@@ -69,6 +78,10 @@ def block_rows(records: list[Record]) -> Iterator[str]:
         yield f"| {shape} | floor: our attention and products alone | {floor} | {1 / one['ours_over_floor']:.3f} | |"
         passes = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in one["profile_ms"].items())
         yield f"| {shape} | ours, by kind: {passes}; host {one['host_ms']:.1f} ms | | | |"
+
+
+def shape_of(block: Record) -> str:
+    return f"{block['tokens']:,} tokens" + (f", 1 of {block['ranks']} ranks" if block["ranks"] > 1 else "")
 
 
 def step_rows(records: list[Record]) -> Iterator[str]:
@@ -83,7 +96,7 @@ def step_rows(records: list[Record]) -> Iterator[str]:
 def chart(records: list[Record], path: Path) -> None:
     """A bar per contender, in milliseconds, from zero."""
     bars = [
-        (f"{one['tokens']:,} tokens: {name}", time["median"], OURS if name == "ours" else OTHERS)
+        (f"{shape_of(one)}: {name}", time["median"], OURS if name == "ours" else OTHERS)
         for one in records
         for name, time in [*one["ms"].items(), ("floor", {"median": one["floor_ms"]})]
     ]

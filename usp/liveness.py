@@ -41,7 +41,8 @@ class Liveness:
         awaiting: Callable[[int], str],
         flags: Callable[[], tuple[list[int], int]],
     ) -> None:
-        self.engine, self._flags, self._name = engine, flags, rendezvous.names[rendezvous.rank]
+        self.engine, self._flags, self._completed = engine, flags, completed
+        self._name = rendezvous.names[rendezvous.rank]
         self.broken: BaseException | None = None
         self._failure: Failure | None = None  # of another rank, if that is what broke it
         self.watchdog = Watchdog(
@@ -99,7 +100,7 @@ class Liveness:
 
     def _release(self) -> bool:
         addresses, past = self._flags()
-        return not addresses or self.engine.release(addresses, past)
+        return not addresses or self.engine.release(addresses, past, progress=self._completed)
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + NOTICE_S

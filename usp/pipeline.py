@@ -217,8 +217,8 @@ class PipelinedExchange(CollectiveExchange):
         return ""
 
     def _own_flags(self) -> tuple[list[int], int]:
-        """Their addresses, and a number past every wait."""
-        if self.arena is None:
+        """Their addresses, and a number past every wait; none where no call is outstanding, and so no wait."""
+        if self.arena is None or self._issued <= self._count_completed():
             return [], 0
         own = self.arena.base[self.axis.index]
         return [own + offset for offset in flag_offsets()], (self._number + POISON) % CYCLE
@@ -264,15 +264,15 @@ class PipelinedExchange(CollectiveExchange):
         )
 
     def _executor(self, plan: AttentionPlan, attention: Attention) -> Executor:
+        assert self.arena is not None
         key = plan.hash, id(attention)
-        if key not in self._executors:
-            assert self.arena is not None
-            if len(self._executors) == MAX_EXECUTORS:
-                self._executors.pop(next(iter(self._executors)))
-            self._executors[key] = Executor(
-                plan, arena=self.arena, engine=self.engine, attention=attention, ranges=self.ranges
-            )
-        return self._executors[key]
+        found = self._executors.pop(key, None) or Executor(
+            plan, arena=self.arena, engine=self.engine, attention=attention, ranges=self.ranges
+        )
+        self._executors[key] = found  # the latest is last
+        if len(self._executors) > MAX_EXECUTORS:
+            self._executors.pop(next(iter(self._executors))).clear()
+        return found
 
     def _change_plan(self, plan: AttentionPlan) -> None:
         """QUIESCE: own streams idle, then all ranks meet; only then may the new plan lie over the old one's buffers.

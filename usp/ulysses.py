@@ -37,7 +37,11 @@ class UlyssesAttention:
         prefix_kv: KeyValue | None = None,
         suffix_kv: KeyValue | None = None,
     ) -> torch.Tensor:
-        """[B, S_r, H, D], [B, S_r, K, D] twice -> [B, S_r, H, D] of the caller's own. Collective over the axis."""
+        """[B, S_r, H, D], [B, S_r, K, D] twice -> [B, S_r, H, D] of the caller's own. Collective over the axis.
+
+        Raises ValueError on several ranks where a gradient is asked for: the exchange passes none back.
+        """
+        self._refuse_gradients(q_bshd, k_bskd, v_bskd)
         if not isinstance(self.exchange, PipelinedExchange):
             return self.plain(q_bshd, k_bskd, v_bskd, prefix_kv, suffix_kv)
         check_rows("k", k_bskd, like=v_bskd, shape=v_bskd.shape)
@@ -75,6 +79,7 @@ class UlyssesAttention:
         suffix_kv: KeyValue | None = None,
     ) -> torch.Tensor:
         """The sequential path, with the same attention over the same numbers: the reference for the pipelined one."""
+        self._refuse_gradients(q_bshd, k_bskd, v_bskd)
         num_heads, unit = q_bshd.shape[2], q_bshd.shape[2] // k_bskd.shape[2]
         # [B, S_r, H, D] -> [B, S, H_r, D] -> attention -> [B, S_r, H, D]
         q = self.exchange.scatter_heads(q_bshd, unit=unit)
@@ -82,6 +87,10 @@ class UlyssesAttention:
         k, v = (torch.cat(_between(prefix_kv, x, suffix_kv, part), dim=1) for part, x in enumerate((k, v)))
         out = self.attention(q, k, v) if q.shape[2] else q
         return self.exchange.gather_heads(out, num_heads=num_heads, unit=unit)
+
+    def _refuse_gradients(self, *inputs: torch.Tensor) -> None:
+        if self.exchange.axis.size > 1 and torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
+            raise ValueError("q, k or v requires a gradient, and the exchange passes none back; use torch.no_grad()")
 
 
 def _between(prefix: KeyValue | None, x: torch.Tensor, suffix: KeyValue | None, part: int) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """One product in place of several over the same input: the weights of the layers are rows of one matrix.
 
-The layers hold views of it and nobody else holds anything: their names in a state dict stay, and a layer that is moved
-or given another tensor simply no longer lies beside the others, which is looked at before every use. Used by
-self-attention for q, k and v.
+The layers hold views of it and nobody else holds anything: their names in a state dict stay, a layer that is moved or
+given another tensor simply no longer lies beside the others, which is looked at before every use, and the memory goes
+back when the last of them lets go of it. A copy or a pickle of the layers is not fused. Used by self-attention for q, k
+and v.
 """
 
 import torch

@@ -47,24 +47,25 @@ class Prompt:
     """Text states of one request, [1, L, text_dim] each, and their keys and values under the expert in use.
 
     The cache belongs to the request: another expert's first use drops it, and so does `drop()`, called before decode.
+    It notices another model, device or dtype; whoever changes a model's weights in place calls `drop()`.
     """
 
     def __init__(self, positive: torch.Tensor, negative: torch.Tensor | None) -> None:
         self.states = {"positive": positive, "negative": negative}
         self._model: WanTransformer | None = None
-        self._device: torch.device | None = None
+        self._place: tuple[torch.device, torch.dtype] | None = None
         self._projected: dict[str, Any] = {}
 
     def project(self, model: WanTransformer, branch: str) -> Any:
         """Keys and values of every block for one branch, computed at its first use under this model on this device."""
-        device = next(model.parameters()).device
-        if self._model is not model or self._device != device:
+        weight = next(model.parameters())
+        if self._model is not model or self._place != (weight.device, weight.dtype):
             self.drop()
-            self._model, self._device = model, device
+            self._model, self._place = model, (weight.device, weight.dtype)
         if branch not in self._projected:
             states = self.states[branch]
             assert states is not None, "a guided step needs the negative prompt's states"
-            self._projected[branch] = model.project_text(states.to(device))
+            self._projected[branch] = model.project_text(states.to(weight.device))
         return self._projected[branch]
 
     def drop(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from tests.multi_gpu.ranks import RankEnv, Ranks
 from tests.multi_gpu.test_pipeline import Shape, each_head, inputs, pipelined
+from usp.execute import Executor
 from usp.fill import fill_from
 from usp.ipc.control import ControlPages, Entry
 from usp.ipc.errors import PeerLostError, SetupError
@@ -144,6 +145,74 @@ def test_a_rank_that_declares_failure_says_so_before_its_main_thread_knows(ranks
     assert second.startswith("PeerLostError: ") and "rank 0 waits for call 2" in second
 
 
+def attend_slowly(env: RankEnv) -> tuple[str, str]:
+    """Rank 1 gives up while rank 0 attends, which takes longer than a wait may be stuck."""
+
+    def slow(q, k, v):
+        if env.rank == 0:
+            time.sleep(7.0)
+        return each_head(q, k, v)
+
+    attn = pipelined(env, axis_of(env), SMALL)
+    shape = Shape(45, 6, 6, groups=1, direct=False)
+    q, k, v = inputs(env, shape, torch.Generator().manual_seed(0))[0]
+    if env.rank == CULPRIT:
+
+        def raising(q, k, v):
+            raise ValueError("planted")
+
+        said = told(lambda: UlyssesAttention(attn.exchange, attention=raising)(q, k, v))[0]
+    else:
+        said = told(lambda: UlyssesAttention(attn.exchange, attention=slow)(q, k, v))[0]
+    attn.exchange.close()
+    return said, "alive"
+
+
+def test_a_rank_whose_healthy_work_takes_long_raises_and_lives(ranks) -> None:
+    survivor, culprit = ranks(2).run(attend_slowly)
+    assert survivor[0].startswith(f"PeerLostError: rank {CULPRIT} gave up: ValueError: planted"), survivor
+    assert culprit[0] == "ValueError: planted"
+
+
+def fail_while_idle(env: RankEnv) -> str:
+    """Rank 1 ends after the last call; rank 0 is busy on its own streams, and nothing of it waits for anybody."""
+    attn = pipelined(env, axis_of(env), SMALL)
+    exchange = attn.exchange
+    attn(*inputs(env, SMALL, torch.Generator().manual_seed(0))[0])
+    exchange.engine.synchronize()
+    GroupRendezvous(exchange.axis.group).barrier()
+    if env.rank == CULPRIT:
+        exchange.liveness.give_up(ValueError("planted"))
+    exchange.engine.release = lambda *args, **kwargs: False  # as with streams that are busy for long
+    time.sleep(1.0)
+    said = told(exchange.check)[0]
+    exchange.close()
+    return said
+
+
+def test_a_failure_after_the_last_call_ends_no_busy_rank(ranks) -> None:
+    assert ranks(2).run(fail_while_idle)[0].startswith(f"PeerLostError: rank {CULPRIT} gave up: ValueError: planted")
+
+
+def want_gradients(env: RankEnv) -> list[str]:
+    attn = pipelined(env, axis_of(env), SMALL)
+    given = inputs(env, SMALL, torch.Generator().manual_seed(0))[0]
+    said = []
+    with attn.exchange:
+        for place in range(3):
+            qkv = [x.clone().requires_grad_(index == place) for index, x in enumerate(given)]
+            said += [told(lambda qkv=qkv, call=call: call(*qkv))[0] for call in (attn, attn.plain)]
+        with torch.no_grad():
+            said.append(str(attn(*qkv).requires_grad))
+    return said
+
+
+def test_gradients_are_refused_where_ranks_exchange(ranks) -> None:
+    *refused, allowed = ranks(2).run(want_gradients)[0]
+    assert len(refused) == 6 and all("q, k or v requires a gradient" in text for text in refused)
+    assert allowed == "False"
+
+
 def run_ahead(env: RankEnv) -> tuple[str, int]:
     """Rank 0 has issued 20 calls of one plan when rank 1 comes to call 5 with another: no call is on both pages."""
     found: list[str] = []
@@ -245,7 +314,6 @@ def refuse(env: RankEnv) -> list[str]:
         (q, k, v, {"prefix_kv": whole}),
         (q, k, v, {"prefix_kv": tuple(x.double() for x in ends["prefix_kv"])}),
         (q, k, v, {"suffix_kv": (ends["prefix_kv"][0], ends["prefix_kv"][1][:, :-1])}),
-        (q, k, v.clone().requires_grad_(), {}),
     ]
     with attn.exchange:
         said = [told(lambda one=one: attn(*one[:3], **one[3]))[0] for one in wrong]
@@ -257,7 +325,7 @@ def refuse(env: RankEnv) -> list[str]:
 def test_what_does_not_fit_is_refused_and_breaks_nothing(ranks) -> None:
     for said in ranks(2).run(refuse):
         assert all(text.startswith("ValueError: ") for text in said), said
-        names = ["k", "k", "q", "q", "k", "prefix_kv", "prefix_kv", "suffix_kv", "v"]
+        names = ["k", "k", "q", "q", "k", "prefix_kv", "prefix_kv", "suffix_kv"]
         assert [text.split()[1] for text in said] == names
 
 
@@ -303,6 +371,8 @@ def hold_little(env: RankEnv) -> tuple[list[int], int, int]:
             qkv = inputs(env, SMALL, generator)[0]
             for _ in range(40):
                 UlyssesAttention(exchange, attention=lambda q, k, v: each_head(q, k, v))(*qkv)
+            dropped = [executor for executor in gc.get_objects() if isinstance(executor, Executor)]
+            assert sum(bool(executor.views) for executor in dropped) <= 32, "what is let go holds no memory"
             return mapped, len(exchange._executors), exchange.issue_seconds.maxlen
     finally:
         gc.enable()
@@ -385,6 +455,8 @@ def test_a_state_that_is_being_written_is_not_read() -> None:
 
     pages = ControlPages(LoneRendezvous())
     pages.post(Entry(1, "a"))
+    pages.give_up("a path with \udcff in it", at_fault=3)
+    assert "udcff" in pages.read(0).reason
     pages.give_up("a reason that is long enough to be cut", at_fault=3)
     whole = pages.read(0)
     assert (whole.at_fault, whole.reason) == (3, "a reason that is long enough to be cut")

@@ -276,3 +276,10 @@ def test_fa4_is_asked_for_one_split(hopper, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
     assert choose_attention("fa4", **BF16).backend.writes_out
     assert {(one["num_splits"], one["pack_gqa"]) for one in settings} == {(1, False)}
+
+
+@pytest.mark.parametrize("head_dim", [8, 56, 64, 128, 254])
+@pytest.mark.parametrize("name", ["math", "sdpa"])
+def test_correct_kernels_pass_in_fp32_at_any_head_dim(name: str, head_dim: int) -> None:
+    chosen = choose_attention(name, device=torch.device("cpu"), dtype=torch.float32, head_dim=head_dim)
+    assert chosen.backend.name == name

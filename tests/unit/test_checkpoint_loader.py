@@ -18,6 +18,7 @@ from usp.errors import CheckpointError
 from usp.models.wan.checkpoint.fill import fill
 from usp.models.wan.checkpoint.folder import Checkpoint, open_checkpoint
 from usp.models.wan.checkpoint.loader import load_text_encoder, load_tokenizer, load_transformer, load_vae
+from usp.models.wan.fused import fused_rows
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +39,15 @@ def assert_equal_bits(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 # Transformer
+
+
+def test_a_loaded_model_takes_q_k_and_v_in_one_product() -> None:
+    for layout in LAYOUTS:
+        checkpoint = opened(layout=layout) if layout != "diffusers" else opened()
+        model = load_transformer(checkpoint.high, device=CPU, dtype=torch.float32)
+        for block in model.blocks:
+            assert fused_rows(block.attn1.to_q, block.attn1.to_k, block.attn1.to_v) is not None
+
 
 KEPT_IN_FP32 = {  # written out, for a model of one layer
     "condition_embedder.time_embedder.linear_1.weight",

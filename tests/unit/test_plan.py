@@ -38,6 +38,13 @@ def test_two_heads_at_720p_go_before_one() -> None:
     assert default_groups(10, tokens=75_600, ranks=4) == (2, 6, 2)
 
 
+def test_inner_groups_are_cut_so_that_they_hide_over_a_slow_link_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NVLink the sends of 16 heads hide under the attention of two; over PCIe they do not."""
+    assert default_groups(20, tokens=75_600, ranks=2) == (2, 8, 8, 2)
+    monkeypatch.setattr("usp.grouping.SLOW_LINK", 1.0)
+    assert default_groups(20, tokens=75_600, ranks=2) == (2, 16, 2)
+
+
 def test_short_sequences_are_not_cut() -> None:
     """At 1,000 tokens a group of 20 heads is 1.2 waves; any cut costs more than it hides."""
     for ranks in (2, 4, 8):

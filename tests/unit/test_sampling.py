@@ -87,7 +87,7 @@ def test_text_is_projected_once_per_branch_and_dropped_with_the_expert() -> None
     def expert(name: str):
         return SimpleNamespace(
             project_text=lambda states: projected.append((name, int(states[0, 0, 0]))) or [name],
-            parameters=lambda: iter([SimpleNamespace(device=devices[name])]),
+            parameters=lambda: iter([SimpleNamespace(device=devices[name], dtype=torch.float32)]),
         )
 
     prompt = Prompt(torch.full((1, 1, 1), 1), torch.full((1, 1, 1), 2))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
 from tests.tiny import reference_transformer, tiny_checkpoint
 from usp.attention import sdpa
@@ -139,3 +140,57 @@ def test_norms_in_bf16_lose_no_more_than_rounding(scale: float) -> None:
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight.double()
     # once for the normed value, once for its product with the weight: half a unit in the last place of 8 bits each
     assert ((norm(x).double() - exact).abs() <= 2 * 2**-8 * exact.abs()).all()
+
+
+def _pair(cross_attn_norm: bool) -> tuple[WanTransformer, WanTransformer3DModel, Clip]:
+    """Ours and the reference, with the same random weights."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, num_heads=3, head_dim=12, ffn_dim=40, text_dim=16, cross_attn_norm=cross_attn_norm
+    )
+    theirs = WanTransformer3DModel(
+        num_attention_heads=3,
+        attention_head_dim=12,
+        ffn_dim=40,
+        text_dim=16,
+        num_layers=2,
+        freq_dim=config.freq_dim,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        cross_attn_norm=cross_attn_norm,
+    )
+    ours = WanTransformer(config)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs, Clip(9, 48, 80)
+
+
+@pytest.mark.parametrize("cross_attn_norm", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_are_those_of_the_reference(
+    cross_attn_norm: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autograd the kernels' twins run, whatever the device's own kernels are."""
+    ours, theirs, clip = _pair(cross_attn_norm)
+    monkeypatch.setattr("usp.models.wan.transformer.kernels_for", lambda device: pytest.fail("these have no gradients"))
+    if fused:
+        ours.fuse()
+    latent = torch.randn(2, ours.config.in_channels, *clip.latent_size)
+    text, time = torch.randn(2, 7, 16), torch.tensor([900.0, 30.0])
+    target = torch.randn(latent.shape)
+    expected = theirs(latent, time, text, return_dict=False)[0]
+    (expected - target).square().mean().backward()
+    out = ours(
+        patchify(latent),
+        timestep=time,
+        text=ours.project_text(text),
+        rope=rope_table(clip.token_grid, 12),
+        self_attention=sdpa,
+        cross_attention=sdpa,
+    )
+    found = unpatchify(out, token_grid=clip.token_grid)
+    assert (found - expected).abs().max() < 1e-5
+    (found - target).square().mean().backward()
+    wanted = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        scale = wanted[name].grad.abs().max()
+        assert parameter.grad is not None and (parameter.grad - wanted[name].grad).abs().max() <= 1e-4 * scale, name

@@ -50,6 +50,8 @@ class Backend:
             raise ValueError(f"attention {self.name} cannot write into a given tensor")
         if q_bshd.shape[2] != k_blhd.shape[2] and not self.traits.takes_gqa:
             raise ValueError(f"attention {self.name} takes as many key/value heads as query heads")
+        if q_bshd.shape[1] != k_blhd.shape[1] and not self.traits.takes_prefix:
+            raise ValueError(f"attention {self.name} takes as many keys as queries")
         if not q_bshd.numel():  # of a rank without tokens; a grid of no blocks is a CUDA error
             return torch.empty_like(q_bshd) if out is None else out
         return self.kernel(q_bshd, k_blhd, v_blhd, out)
