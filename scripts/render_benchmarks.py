@@ -23,18 +23,15 @@ Record = dict[str, Any]
 def markdown(reports: Sequence[tuple[Path, Record]]) -> str:
     lines = ["# Benchmarks", ""]
     lines += [
-        "Written by `scripts/render_benchmarks.py` from the JSON files in `docs/benchmarks`, which `make bench`",
-        "",
+        "Written by `scripts/render_benchmarks.py` from the JSON files in `docs/benchmarks`, which `make bench` makes"
     ]
-    lines[-2:] = [
-        f"{lines[-2]} makes anew on the GPU at hand; `docs/log.md` has what was tried. A missing file was not run.",
-        "",
-    ]
+    lines += ["anew on the GPU at hand; `docs/log.md` has what was tried. A part that is missing was not run.", ""]
     lines += ["![blocks](benchmarks.png)", ""]
     for path, report in reports:
         lines += [f"## {path.stem}", "", f"{about(report)}", ""]
         lines += [f"{report['note']}", ""] if "note" in report else []
-        lines += [f"Failed: `{one}`" for one in report.get("failures", [])] + [""]
+        failures = report.get("failures", [])
+        lines += [*(f"Failed: `{one}`" for one in failures), ""] if failures else []
         lines += [*table(report), ""]
     return "\n".join(lines)
 
