@@ -10,10 +10,10 @@ PIP_INSTALL = $(PYTHON) -m pip install --quiet --constraint constraints.txt $(if
 export DEMO_PROMPT ?= A paper boat drifts down a rainy street
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-gpu bench lint fix hooks wheel clean
+.PHONY: help venv demo test test-long test-gpu bench train-small lint fix hooks wheel clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "On a machine without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu after any target"
 	@echo "fetches torch's small CPU build when .venv is made. PYTHON3=/path/to/python picks the interpreter."
@@ -50,6 +50,9 @@ bench: venv  ## time kernels, a block and a step on this GPU, into docs/benchmar
 	$(PYTHON) scripts/bench_block.py --ranks 2 --tokens 75600 --no-compile --json docs/benchmarks/share.json
 	$(PYTHON) scripts/bench_step.py --json docs/benchmarks/steps.json
 	$(PYTHON) scripts/render_benchmarks.py docs/benchmarks/*.json
+
+train-small: venv  ## train the packaged small model on a GPU, some 14 minutes, into outputs/train_small
+	$(PYTHON) -m scripts.train_small.run --out outputs/train_small
 
 lint: venv  ## style, formatting and types, without changing a file
 	$(PYTHON) -m ruff check .

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from usp.attention import Attention, writes_out
+from usp.call_numbers import CallNumbers
 from usp.exchange import CollectiveExchange, check_rows, dense_heads
 from usp.execute import Call, Executor, KeyValue
 from usp.fill import FillAll
@@ -35,8 +36,6 @@ __all__ = ["ExchangeBrokenError", "PipelinedExchange"]
 
 log = logging.getLogger(__name__)
 
-CYCLE = 2**32  # flags are 32-bit words, compared as signed differences
-POISON = 2**30  # ahead of the last call: past every wait, and still ahead cyclically
 MAX_EXECUTORS = 32  # shapes times attentions that stay prepared
 MAX_TIMES = 10_000
 
@@ -76,20 +75,18 @@ class PipelinedExchange(CollectiveExchange):
         self.plan: AttentionPlan | None = None
         self._executors: dict[tuple[str, int], Executor] = {}
         self._running: Executor | None = None  # of the latest call that was issued
-        self._epoch, self._number = 0, 0  # of the arena, and of the latest call in it
-        self._calls, self._issued, self._step, self._layer = 0, 0, -1, -1
-        self._completed = 0
+        self._numbers = CallNumbers(pinned=bool(provider.device))
+        self._epoch, self._step, self._layer = 0, -1, -1
         self.issue_seconds: deque[float] = deque(
             maxlen=MAX_TIMES
         )  # of the host, a call; on host memory the call itself
         self._closed = False
-        self._done = torch.zeros(1, dtype=torch.int32, pin_memory=bool(provider.device))  # calls done, set by a stream
         try:
             self.liveness = Liveness(
                 rendezvous=rendezvous,
                 engine=self.engine,
                 stall_timeout=stall_timeout,
-                completed=self._count_completed,
+                completed=self._numbers.completed,
                 awaiting=self._awaiting,
                 flags=self._own_flags,
             )
@@ -121,19 +118,20 @@ class PipelinedExchange(CollectiveExchange):
         self.engine.begin()
         v = dense_heads(v_bskd)
         plan = self._plan_of(attention, v, num_heads, prefix_kv, suffix_kv)
-        self._calls, self._layer = self._calls + 1, self._layer + 1
+        self._numbers.begin()
+        self._layer += 1
         try:
             if plan == self.plan:
                 self._begin(plan)
             else:
                 self._change_plan(plan)
             executor = self._running = self._executor(plan, attention)
-            self._number, self._issued = (self._number + 1) % CYCLE, self._calls
+            number = self._numbers.enqueue()
             began = time.perf_counter()
             with self.ranges.range(layer_name(self._layer, self._who)):
-                result = executor.run(Call(self._number, v, fill, prefix_kv, suffix_kv))
+                result = executor.run(Call(number, v, fill, prefix_kv, suffix_kv))
             self.issue_seconds.append(time.perf_counter() - began)
-            self.engine.signal(MAIN, self._done.data_ptr(), self._calls)
+            self.engine.signal(MAIN, self._numbers.done_address, self._numbers.begun)
         except BaseException as error:
             self.liveness.give_up(error)
             raise
@@ -189,7 +187,7 @@ class PipelinedExchange(CollectiveExchange):
         if self._provider.device and self.axis.index == 0 and self.issue_seconds:
             typical, slowest = (1e3 * pick(self.issue_seconds) for pick in (median, max))
             cost = f"{typical:.2f} ms of host time to issue one; the slowest {slowest:.2f} ms"
-            log.info(f"exchange: {self._calls} calls, {cost}")
+            log.info(f"exchange: {self._numbers.begun} calls, {cost}")
 
     def _forget_executors(self) -> None:
         """They hold tensors over the arena, which none may outlive."""
@@ -198,19 +196,12 @@ class PipelinedExchange(CollectiveExchange):
         self._executors.clear()
         self._running = None
 
-    def _count_completed(self) -> int:
-        """Calls that are done. The word that a stream sets has 32 bits, and is at most half of them behind."""
-        behind = (self._calls - int(self._done)) % CYCLE
-        self._completed = max(self._completed, self._calls - behind)
-        return self._completed
-
     def _awaiting(self, rank: int) -> str:
         """What the oldest call that is not done waits for: the first flag that has not come, of that rank if any."""
-        executor, behind = self._running, self._issued - self._count_completed()
-        if executor is None or behind <= 0:
+        executor, oldest = self._running, self._numbers.oldest()
+        if executor is None or not self._numbers.are_outstanding:
             return ""
         values = self.engine.peek([address for address, _ in executor.waits])
-        oldest = self._number - behind + 1
         missing = [flag for value, (_, flag) in zip(values, executor.waits, strict=False) if not reached(value, oldest)]
         for flag in sorted(missing, key=lambda flag: flag.writer != rank):
             return f"it awaits {flag} from rank {self._names[flag.writer]}"
@@ -218,10 +209,10 @@ class PipelinedExchange(CollectiveExchange):
 
     def _own_flags(self) -> tuple[list[int], int]:
         """Their addresses, and a number past every wait; none where no call is outstanding, and so no wait."""
-        if self.arena is None or self._issued <= self._count_completed():
+        if self.arena is None or not self._numbers.are_outstanding:
             return [], 0
         own = self.arena.base[self.axis.index]
-        return [own + offset for offset in flag_offsets()], (self._number + POISON) % CYCLE
+        return [own + offset for offset in flag_offsets()], self._numbers.past_every_wait()
 
     def _check_inputs(self, v: torch.Tensor, prefix_kv: KeyValue | None, suffix_kv: KeyValue | None) -> None:
         """What a copy by address would misread is refused before anything is enqueued."""
@@ -236,7 +227,7 @@ class PipelinedExchange(CollectiveExchange):
                 check_rows(name, part, like=v, shape=(v.shape[0], length, own_heads, v.shape[3]))
 
     def _begin(self, plan: AttentionPlan) -> None:
-        self.liveness.watchdog.begin(self._calls, plan=plan.hash, step=self._step, layer=self._layer)
+        self.liveness.watchdog.begin(self._numbers.begun, plan=plan.hash, step=self._step, layer=self._layer)
 
     def _plan_of(
         self,
@@ -281,7 +272,7 @@ class PipelinedExchange(CollectiveExchange):
         """
         self.engine.synchronize()
         self._begin(plan)
-        self.liveness.watchdog.meet(self._calls, check=self.check)
+        self.liveness.watchdog.meet(self._numbers.begun, check=self.check)
         sizes = arena_sizes(plan)
         if self.arena is None or any(need > has for need, has in zip(sizes, self.arena.nbytes, strict=True)):
             self._grow(sizes, plan)
@@ -294,7 +285,8 @@ class PipelinedExchange(CollectiveExchange):
         if self.arena is not None:
             self.arena.close()
             self.arena = None
-        self._epoch, self._number = self._epoch + 1, 0
+        self._epoch += 1
+        self._numbers.restart()
         own = max(sizes[self.axis.index], held[self.axis.index])
         meet = self.liveness.rendezvous
         self.arena = Arena(own, rendezvous=meet, provider=self._provider, layout=plan.hash, epoch=self._epoch)
