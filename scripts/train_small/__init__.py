@@ -1,0 +1,1 @@
+"""Trains the small Wan-shaped model that comes with the package, from synthetic captioned clips; see `run`."""
