@@ -60,8 +60,8 @@ class Watchdog:
     """Watches from the moment it is made, which is collective and meets over `rendezvous`; ending it waits for nobody.
 
     `on_failure` is called once, in the watchdog's thread. `completed()` is the last call known to be done, for callers
-    whose calls end asynchronously; others say so with `end`. `awaiting(rank)`
-    says what this rank waits for, from that rank if from it as well; or nothing.
+    whose calls end asynchronously; others say so with `end`. `awaiting(rank)` says what this rank waits for, of several
+    things the one from that rank; empty if for nothing.
     """
 
     def __init__(

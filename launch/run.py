@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from usp.attention import Chosen, choose_attention, of_all_ranks
+from usp.kernels import kernels_for
 from usp.launch.device import DTYPES, backends, describe, prepare_device
 from usp.launch.files import atomic_write, output_paths
 from usp.launch.guard import Guard
@@ -83,6 +84,7 @@ def _decode_only(request: Request, world: World, phases: Phases, guard: Guard) -
 
 def _choose_attention(request: Request, device: torch.device) -> Chosen:
     """Before any weight loads. Collective."""
+    kernels_for(device)  # a GPU without Triton is told now, not in the first step
     head_dim = request.checkpoint.high.config.head_dim
     return choose_attention(
         request.attention, device=device, dtype=DTYPES[request.dtype], head_dim=head_dim, gather=of_all_ranks

@@ -23,8 +23,7 @@ Widths = tuple[int, ...]
 
 
 def choose_widths(num_heads: int, *, tiles_per_head: int, num_tokens: int, num_ranks: int) -> Widths:
-    """Heads of each group, cheapest first; `tiles_per_head` counts the query tiles that one head of the plan brings."""
-
+    """Heads of each group, of the cheapest shape; `tiles_per_head` counts the query tiles of one key/value head."""
     if min(num_heads, num_tokens, num_ranks) < 1:
         return (num_heads,)  # nothing to weigh; whether it can be planned is the plan's to say
     heads = (num_ranks - 1) / num_ranks * tiles_per_head * TILE_ROWS / num_tokens  # that travel, of one

@@ -27,8 +27,8 @@ class ExchangeBrokenError(RuntimeError):
 class Liveness:
     """Of one rank's exchange. Making it is collective.
 
-    `flags()` are the addresses of this rank's own flags and the number that is past every wait, none before there is
-    an arena.
+    `flags()` are the addresses of this rank's own flags and the number that is past every wait; none where no call is
+    outstanding.
     """
 
     def __init__(

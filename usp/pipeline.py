@@ -77,9 +77,7 @@ class PipelinedExchange(CollectiveExchange):
         self._running: Executor | None = None  # of the latest call that was issued
         self._numbers = CallNumbers(pinned=bool(provider.device))
         self._epoch, self._step, self._layer = 0, -1, -1
-        self.issue_seconds: deque[float] = deque(
-            maxlen=MAX_TIMES
-        )  # of the host, a call; on host memory the call itself
+        self.issue_seconds: deque[float] = deque(maxlen=MAX_TIMES)  # of the host; on host memory the call itself
         self._closed = False
         try:
             self.liveness = Liveness(

@@ -121,10 +121,8 @@ def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str
 
 def _why_no_kernel(device: torch.device) -> str | None:
     """Whether the kernel that places own rows compiles and runs here: found out now, not in the first call."""
-    x, placed = (
-        torch.arange(16, device=device).view(1, 2, 1, 8),
-        torch.zeros(1, 2, 1, 8, dtype=torch.int64, device=device),
-    )
+    x = torch.arange(16, device=device).view(1, 2, 1, 8)
+    placed = torch.zeros_like(x)
     try:
         make_placer([(0, placed)], num_heads=1, by_kernel=True)(x)
     except SetupError as error:
