@@ -40,8 +40,8 @@ test-long: venv  ## the tests that take many minutes
 	$(PYTHON) -m pytest -q -m 'long and not gpu'
 
 test-gpu: venv  ## the tests that need a CUDA device, and those of the exchange, whose ranks then share the GPUs
-	$(PYTHON) -m pytest -q -m gpu
-	$(PYTHON) -m pytest -q tests/multi_gpu/test_exchange.py tests/multi_gpu/test_pipeline.py \
+	$(PYTHON) -m pytest -q --timeout 300 -m gpu
+	$(PYTHON) -m pytest -q --timeout 300 tests/multi_gpu/test_exchange.py tests/multi_gpu/test_pipeline.py \
 	    tests/multi_gpu/test_pipeline_faults.py
 
 bench: venv  ## time kernels, a block and a step on this GPU, into docs/benchmarks.md; takes some ten minutes

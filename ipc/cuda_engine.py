@@ -6,6 +6,7 @@ would serialise with torch's legacy default stream. Used where ranks have GPUs; 
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +44,7 @@ class CudaEngine:
         self._device = torch.device("cuda", torch.cuda.current_device() if device is None else _index(device))
         self._failure: BaseException | None = None
         self._closed = False
+        self._peeking = threading.Lock()
         with torch.cuda.device(self._device):
             torch.empty(1, device=self._device)  # makes torch's context current, which the driver calls below then use
             self._context = call(driver.cuCtxGetCurrent)
@@ -142,6 +144,10 @@ class CudaEngine:
 
     def peek(self, addresses: Sequence[int]) -> list[int]:
         assert len(addresses) <= PEEK_WORDS
+        with self._peeking:
+            return self._peek(addresses)
+
+    def _peek(self, addresses: Sequence[int]) -> list[int]:
         self.bind_thread()
         start = self._peeked.data_ptr()
         for place, address in enumerate(addresses):

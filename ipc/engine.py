@@ -115,7 +115,7 @@ class Engine(Protocol):
 
     def peek(self, addresses: Sequence[int]) -> list[int]:
         """The 32-bit words there, without waiting for any stream; at most PEEK_WORDS. Empty if they cannot be read in
-        a moment. For messages: from a thread that issues nothing."""
+        a moment. From any thread."""
 
     def close(self) -> None:
         """Give the streams back. What is still queued is dropped, so synchronise first. May be called twice."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from usp.ipc.control import ControlPages, Entry, State, Status
 from usp.ipc.errors import PeerLostError, PlanMismatchError, SetupError, StallError
+from usp.ipc.in_time import in_time
 from usp.ipc.rendezvous import Rendezvous, agreed
 from usp.ipc.watched import WatchedRendezvous
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.2
 MEET_S = 0.001
 JOIN_S = 5.0
+ASK_S = 1.5
 STALL_TIMEOUT_S = 300.0  # long: a rank that compiles, swaps or decodes is slow and healthy
 
 
@@ -257,7 +259,7 @@ class Watchdog:
     def _awaited(self, rank: int) -> list[str]:
         """Nothing, or what this rank waits for; what cannot be said must not hide what can."""
         try:
-            awaited = self._awaiting(rank)
+            awaited = in_time(lambda: self._awaiting(rank), limit_s=ASK_S)
         except Exception as error:
             awaited = f"what it waits for cannot be read: {error}"
         return [awaited] if awaited else []

@@ -93,15 +93,23 @@ class Executor:
             Kind.RETURN: self._return,
         }
         self.ops = [op for op in self._schedule() if op.kind in makers]
+        self.has_run = False
         self.steps: list[Step] = (ranges or Ranges()).steps(self.ops, [makers[op.kind](op) for op in self.ops])
 
     def _schedule(self) -> Schedule:
         return build(self.plan, self.rank)
 
-    def run(self, call: Call) -> torch.Tensor:
-        """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
-        for step in self.steps:
+    def run(self, call: Call, *, await_flag: Callable[[int, int], None] | None = None) -> torch.Tensor:
+        """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call.
+
+        With `await_flag(address, value)`, it is called before each wait and returns when that flag has arrived, so that
+        no stream ever stands.
+        """
+        for op, step in zip(self.ops, self.steps, strict=True):
+            if await_flag is not None and op.kind is Kind.WAIT:
+                await_flag(self._address(op), call.number)
             step(call)
+        self.has_run = True
         top, bottom = self.places[self.rank].result_rows
         if top == bottom:
             return call.v.new_empty(self.plan.batch, 0, self.plan.num_heads, self.plan.head_dim)
@@ -116,8 +124,13 @@ class Executor:
     @cached_property
     def waits(self) -> list[tuple[int, Flag]]:
         """Every flag that is awaited, in order, and its address."""
-        awaited = [op.flag for op in self.ops if op.kind is Kind.WAIT and op.flag is not None]
-        return [(self.arena.base[self.rank] + flag_offset(flag), flag) for flag in awaited]
+        awaited = [op for op in self.ops if op.kind is Kind.WAIT]
+        return [(self._address(op), op.flag) for op in awaited if op.flag is not None]
+
+    def _address(self, op: Op) -> int:
+        """Where the flag of a signal or a wait lies."""
+        assert op.flag is not None
+        return self.arena.base[op.flag.owner] + flag_offset(op.flag)
 
     def _record(self, op: Op) -> Step:
         return lambda call: self.engine.record(op.stream, op.event)
@@ -126,13 +139,11 @@ class Executor:
         return lambda call: self.engine.await_event(op.stream, op.event)
 
     def _signal(self, op: Op) -> Step:
-        assert op.flag is not None
-        address, signal, stream = self.arena.base[op.flag.owner] + flag_offset(op.flag), self.engine.signal, op.stream
+        address, signal, stream = self._address(op), self.engine.signal, op.stream
         return lambda call: signal(stream, address, call.number)
 
     def _wait(self, op: Op) -> Step:
-        assert op.flag is not None  # pairs with the SIGNAL of the same flag in the writer's schedule
-        address, wait, stream = self.arena.base[self.rank] + flag_offset(op.flag), self.engine.wait, op.stream
+        address, wait, stream = self._address(op), self.engine.wait, op.stream
         return lambda call: wait(stream, address, call.number)
 
     def _fill(self, op: Op) -> Step:

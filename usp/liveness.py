@@ -10,13 +10,15 @@ import os
 import time
 from collections.abc import Callable
 
-from usp.ipc.engine import Engine
+from usp.ipc.engine import RELEASE_LIMIT_S, Engine
+from usp.ipc.in_time import in_time
 from usp.ipc.rendezvous import Rendezvous
 from usp.ipc.watchdog import Failure, Watchdog
 
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 1
+ANSWER_S = RELEASE_LIMIT_S + 1.0  # a release gives up by itself, unless the driver does not answer it
 NOTICE_S, PAUSE_S = 10.0, 0.001  # the watchdog looks every 0.2 s, and then releases the waits
 
 
@@ -88,7 +90,7 @@ class Liveness:
             self.broken, self._failure = error, failure
         self._tell(self.watchdog.announce)
         self.engine.fail(error)
-        if not self._release():
+        if not self._release_in_time():
             log.error("rank %d: %s; and its streams do not end, so the process does", self._name, failure.text)
             os._exit(EXIT_CODE)
 
@@ -101,6 +103,14 @@ class Liveness:
     def _release(self) -> bool:
         addresses, past = self._flags()
         return not addresses or self.engine.release(addresses, past, progress=self._completed)
+
+    def _release_in_time(self) -> bool:
+        """A thread that issues work may be inside the driver, waiting for a stream that waits for the lost rank: while
+        it loads a kernel, say. Then no other thread's call into the driver returns, and the process has to end."""
+        try:
+            return in_time(self._release, limit_s=ANSWER_S, progress=self._completed)
+        except TimeoutError:
+            return False
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + NOTICE_S

@@ -38,13 +38,15 @@ log = logging.getLogger(__name__)
 
 MAX_EXECUTORS = 32  # shapes times attentions that stay prepared
 MAX_TIMES = 10_000
+POLL_S = 0.0002
 
 
 class PipelinedExchange(CollectiveExchange):
     """Swaps tokens for heads over one mesh axis whose ranks share a host. `with` it, or `close()` it, on every rank.
 
     `num_groups` overrides the rule for head groups. The first call of a shape, and every change of shape, is collective
-    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on.
+    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on. In the first call of a
+    shape the host waits for what the peers send; later calls are only enqueued.
 
     A rank that dies, gives up or strays, and an issued call that is not done within `stall_timeout` seconds, break the
     exchange on every rank: waits are released, and calls and `check` raise PeerLostError, StallError or
@@ -125,10 +127,12 @@ class PipelinedExchange(CollectiveExchange):
                 self._change_plan(plan)
             executor = self._running = self._executor(plan, attention)
             number = self._numbers.enqueue()
+            await_flag = None if executor.has_run else self._await_flag
             began = time.perf_counter()
             with self.ranges.range(layer_name(self._layer, self._who)):
-                result = executor.run(Call(number, v, fill, prefix_kv, suffix_kv))
-            self.issue_seconds.append(time.perf_counter() - began)
+                result = executor.run(Call(number, v, fill, prefix_kv, suffix_kv), await_flag=await_flag)
+            if await_flag is None:
+                self.issue_seconds.append(time.perf_counter() - began)
             self.engine.signal(MAIN, self._numbers.done_address, self._numbers.begun)
         except BaseException as error:
             self.liveness.give_up(error)
@@ -223,6 +227,15 @@ class PipelinedExchange(CollectiveExchange):
             for part in pair or ():
                 length = pair[0].shape[1] if pair else 0
                 check_rows(name, part, like=v, shape=(v.shape[0], length, own_heads, v.shape[3]))
+
+    def _await_flag(self, address: int, value: int) -> None:
+        """On the host. In a first call kernels are loaded, for which the driver makes this thread wait for all streams,
+        and lets no other thread in: behind a wait for a lost peer, nothing could ever release that wait."""
+        while True:
+            self.check()
+            if any(reached(found, value) for found in self.engine.peek([address])):
+                return
+            time.sleep(POLL_S)
 
     def _begin(self, plan: AttentionPlan) -> None:
         self.liveness.watchdog.begin(self._numbers.begun, plan=plan.hash, step=self._step, layer=self._layer)

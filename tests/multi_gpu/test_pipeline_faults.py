@@ -33,7 +33,8 @@ from usp.schedule import Kind
 
 SHAPE = Shape(45, 6, 6, groups=2)
 CULPRIT, STEP = 1, 7
-ARRIVAL_S, STALL_TIMEOUT_S, STANDSTILL_S = 0.1, 2.0, 6.0
+ARRIVAL_S, STANDSTILL_S = 0.1, 6.0
+STALL_TIMEOUT_S, PATIENT_S = 2.0, 60.0  # for a stall; for all else, since a first call on a GPU may take seconds
 LIMITS_S = {"kill": 10.0, "exit": 10.0, "raise": 10.0, "stall": 10.0}
 EXIT_CODES = {"kill": -signal.SIGKILL, "exit": 3, "raise": 0, "stall": 0}
 
@@ -93,7 +94,8 @@ def run_into_fault(env: RankEnv, fault: Fault) -> Outcome:
 
 
 def call_into_fault(env: RankEnv, axis: Axis, fault: Fault) -> tuple[str, float, bool, int]:
-    attn = pipelined(env, axis, SHAPE, like_cuda=fault.like_cuda, stall_timeout=STALL_TIMEOUT_S)
+    timeout = STALL_TIMEOUT_S if fault.kind == "stall" else PATIENT_S
+    attn = pipelined(env, axis, SHAPE, like_cuda=fault.like_cuda, stall_timeout=timeout)
     exchange, generator = attn.exchange, torch.Generator().manual_seed(0)
     exchange.at(step=STEP, layer=0)
     given = [inputs(env, SHAPE, generator)[0] for _ in range(fault.call)]
