@@ -11,6 +11,7 @@ from usp.attention import choose_attention
 from usp.backends.check import plain_attention, try_backend
 from usp.backends.names import NAMES
 from usp.errors import UserError
+from usp.layout import split_counts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +77,7 @@ def test_a_group_of_heads_alone_has_the_bits_of_the_full_call(backend, device, n
     assert_groups_are_stable(backend(name), *inputs(device, num_tokens), GROUPS)
 
 
-@pytest.mark.parametrize("name", [name for name in FIXED if name != "math"])  # whose scores would take 91 GB
+@pytest.mark.parametrize("name", FIXED)
 def test_a_group_of_heads_alone_has_the_bits_of_the_full_call_at_720p(backend, device, name):
     assert_groups_are_stable(backend(name), *inputs(device, 75600, heads=8), GROUPS_OF_EIGHT)
 
@@ -90,6 +91,19 @@ def test_keys_of_another_length_are_attended_to_exactly_and_stably(backend, devi
     allowed = 2 * (plain_attention(q, k, v) - exact).abs().max()
     assert (attend(q, k, v) - exact).abs().max() <= allowed
     assert_groups_are_stable(attend, q, k, v, GROUPS)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(256, 512), (1000, 512), (4000, 512), (75600, 512)])
+@pytest.mark.parametrize("name", FIXED)
+def test_a_share_of_the_queries_has_the_bits_of_the_full_call(backend, device, name, num_queries, num_keys):
+    """A rank attends to the text with its own tokens only."""
+    attend = backend(name)
+    q, k, v = inputs(device, num_queries, num_keys, heads=5)
+    full = attend(q, k, v)
+    for num_ranks in (2, 3, 4, 8):
+        shares = q.split(split_counts(num_queries, num_ranks), dim=1)
+        found = torch.cat([attend(share, k, v) for share in shares], dim=1)
+        assert torch.equal(found, full), f"{num_ranks} ranks: {int((found != full).sum())} values differ"
 
 
 @pytest.mark.parametrize("name", FIXED)

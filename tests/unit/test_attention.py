@@ -58,6 +58,16 @@ def test_math_computes_all_scores_where_torch_would_pick_another_kernel(monkeypa
     assert set(seen) == {(True, False)} and _enabled() == (True, True)
 
 
+@pytest.mark.parametrize(("num_queries", "batch", "kv_heads"), [(1, 1, 2), (511, 1, 4), (1300, 2, 2)])
+def test_a_share_of_the_queries_has_the_bits_of_all_under_math(num_queries, batch, kv_heads):
+    attend = make_backend("math", device=CPU)
+    q, _, _ = inputs(num_queries, 1, heads=4, batch=batch)
+    _, k, v = inputs(1, 77, heads=4, kv_heads=kv_heads, batch=batch)
+    full = attend(q, k, v)
+    for size in (1, 100, 512, 700):
+        assert torch.equal(torch.cat([attend(some, k, v) for some in q.split(size, 1)], 1), full), size
+
+
 def _enabled() -> tuple[bool, bool]:
     return torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
 

@@ -4,6 +4,7 @@ Lengths and strides travel as arguments of the launch: nothing is planned and no
 on the host at the first call of a shape.
 """
 
+import itertools
 from threading import Lock
 
 import torch
@@ -17,7 +18,9 @@ TRAITS = {
     "sdpa": Traits((), "torch picks the kernel", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
     "cudnn": Traits((), "cuDNN picks", majors=AMPERE_UP),
     "efficient": Traits((), "it has no split of keys", takes_gqa=False, dtypes=ANY_FLOAT, majors=(7, *AMPERE_UP)),
-    "math": Traits((), "a matrix product over all keys, head by head", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)),
+    "math": Traits(
+        (), "products of 512 queries and all keys, head by head", dtypes=ANY_FLOAT, head_dims=range(1, 1 << 16)
+    ),
 }
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -26,6 +29,7 @@ KERNELS = {
 }
 # torch's choice of kernel belongs to the process, and head groups of a host exchange run on several threads.
 CHOICE = Lock()
+ROWS = 512  # of each product of `math`
 
 
 def sdpa(q_bshd: torch.Tensor, k_blhd: torch.Tensor, v_blhd: torch.Tensor) -> torch.Tensor:
@@ -39,7 +43,7 @@ def make(name: str, device: torch.device) -> Kernel:
     if name == "sdpa":
         return lambda q, k, v, _out: sdpa(q, k, v)
     kernel = KERNELS[name]
-    through = _head_by_head if name == "math" else sdpa
+    through = _in_fixed_products if name == "math" else sdpa
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor | None) -> torch.Tensor:
         with CHOICE, sdpa_kernel(kernel):
@@ -48,13 +52,16 @@ def make(name: str, device: torch.device) -> Kernel:
     return attend
 
 
-def _head_by_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """cuBLAS picks its algorithm for a batched product by the batch, and so other bits for other groups of heads."""
-    ratio = q.shape[2] // k.shape[2]
-    each = [
-        sdpa(q[b : b + 1, :, h : h + 1], *(x[b : b + 1, :, h // ratio : h // ratio + 1] for x in (k, v)))
-        for b in range(q.shape[0])
-        for h in range(q.shape[2])
-    ]
-    # [B * H] of [1, S, 1, D] -> [B, S, H, D]
-    return torch.cat(each, dim=2).unflatten(2, q.shape[::2][:2]).squeeze(0).transpose(0, 1)
+def _in_fixed_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """cuBLAS picks its algorithm for a product by its batch and its rows, and so other bits for other groups of heads
+    and for other shares of the tokens. Here every product is of one head, one sample and ROWS queries."""
+    result, ratio = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape[2] // k.shape[2]
+    for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        keys_and_values = [x[b : b + 1, :, h // ratio : h // ratio + 1] for x in (k, v)]
+        for some, target in zip(
+            q[b : b + 1, :, h : h + 1].split(ROWS, 1), result[b : b + 1, :, h : h + 1].split(ROWS, 1), strict=True
+        ):
+            count = some.shape[1]
+            padded = F.pad(some, (0, 0, 0, 0, 0, ROWS - count))
+            target.copy_(sdpa(padded, *keys_and_values)[:, :count])
+    return result
