@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from usp.attention import Chosen, choose_attention, of_all_ranks
+from usp.errors import UserError
 from usp.kernels import kernels_for
 from usp.launch.device import DTYPES, backends, describe, prepare_device
 from usp.launch.files import atomic_write, output_paths
@@ -45,6 +46,9 @@ def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> N
         transport = proven(transport, request.exchange, mesh=mesh, device=device)
     with phases.phase("trying the attention kernels"):
         attention = _choose_attention(request, device)
+    if world.rank == 0:
+        with phases.phase("trying the video encoder"):
+            _try_encoder(request)
     _announce(request, job, transport, attention, device)
     exchange = make_exchange(
         transport, request.clip.num_tokens, mesh=mesh, device=device, stall_timeout=request.stall_timeout
@@ -89,6 +93,16 @@ def _choose_attention(request: Request, device: torch.device) -> Chosen:
     return choose_attention(
         request.attention, device=device, dtype=DTYPES[request.dtype], head_dim=head_dim, gather=of_all_ranks
     )
+
+
+def _try_encoder(request: Request) -> None:
+    """Hours may lie between here and the first video."""
+    clip = request.clip
+    try:
+        from usp.launch.video import try_encoder
+    except ImportError as error:
+        raise UserError(f"PyAV or Pillow is missing or broken ({error}); the rank that saves needs both") from error
+    try_encoder(height=clip.height, width=clip.width, fps=request.fps)
 
 
 def _announce(request: Request, job: Job, transport: Transport, attention: Chosen, device: torch.device) -> None:

@@ -81,6 +81,17 @@ def encode_mp4(frames: Frames | Iterable[Frames], fps: float) -> bytes:
         return file.read()
 
 
+def try_encoder(*, height: int, width: int, fps: float) -> None:
+    """Encode two frames of a clip's size and read them back. Raises UserError if this installation cannot."""
+    wanted = VideoInfo(2, width, height, exact_rate(fps))
+    try:
+        found = probe(encode_mp4(np.zeros((2, height, width, 3), np.uint8), fps))
+    except Exception as error:
+        raise UserError(f"PyAV {av.__version__} cannot make a video here: {type(error).__name__}: {error}") from error
+    if found != wanted:
+        raise UserError(f"PyAV {av.__version__} does not give back what was encoded: {found}, not {wanted}")
+
+
 def encode_png(frame: Frames) -> bytes:
     """A PNG of one frame [H, W, 3]."""
     buffer = io.BytesIO()

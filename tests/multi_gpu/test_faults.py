@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.multi_gpu.batch import small
-from tests.multi_gpu.programs import Finished, Program, Programs, alone, left_over, mpirun, torchrun
+from tests.multi_gpu.programs import GENERATE, Finished, Program, Programs, alone, left_over, mpirun, torchrun
 from usp.launch.video import VideoInfo, probe
 
 FAULTY = str(Path(__file__).with_name("faulty_generate.py"))
 VIDEO = "video.mp4"
 FLAGS = small(save_file=VIDEO)
 RESCUED = "video.latents.safetensors"
+HALF_BROKEN = """
+import os, sys
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["av"]
+import av
+av.open = None
+"""
 LAUNCHERS = {"torchrun": torchrun, "mpirun": mpirun}
 
 
@@ -74,6 +81,25 @@ def test_a_users_mistake_found_late_is_its_message_alone(programs):
     assert run.code != 0
     assert len(run.lines("rank 1: error: 3 is not 4")) == len(run.lines("error: ")) == 1
     assert "failed while" not in run.said
+
+
+@pytest.mark.parametrize(
+    ("av", "told"),
+    [
+        ("raise ImportError('libavformat.so.62 cannot be opened')", "libavformat.so.62 cannot be opened"),
+        (HALF_BROKEN, "cannot make a video here"),
+    ],
+    ids=["missing", "broken"],
+)
+def test_an_encoder_that_does_not_work_is_told_before_weights_load(programs, tmp_path, av, told):
+    folder = tmp_path / "instead"
+    folder.mkdir()
+    (folder / "av.py").write_text(av)
+    run = programs.start(*torchrun(2), GENERATE, *FLAGS, PYTHONPATH=str(folder)).wait()
+    assert run.code != 0
+    assert len(run.lines("error: PyAV ", told)) == 1 and not run.lines("failed while"), run.said
+    assert not run.lines("sampling") and not run.lines("latents"), run.said
+    assert left_over(run.folder) == []
 
 
 def test_a_decoder_that_fails_keeps_the_latents_and_tells_how_to_go_on(programs):
