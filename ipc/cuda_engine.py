@@ -26,7 +26,7 @@ ENOUGH_CONNECTIONS = 32
 DEFAULT_CONNECTIONS = 8
 MAX_EVENTS = 64
 RELEASE_PAUSE_S = 0.001
-PEEK_LIMIT_S = 1.0
+PEEK_LIMIT_S = 0.5
 
 
 class CudaEngine:
@@ -144,8 +144,12 @@ class CudaEngine:
 
     def peek(self, addresses: Sequence[int]) -> list[int]:
         assert len(addresses) <= PEEK_WORDS
-        with self._peeking:
+        if not self._peeking.acquire(timeout=PEEK_LIMIT_S):
+            return []
+        try:
             return self._peek(addresses)
+        finally:
+            self._peeking.release()
 
     def _peek(self, addresses: Sequence[int]) -> list[int]:
         self.bind_thread()

@@ -110,7 +110,8 @@ class Engine(Protocol):
 
         Rewriting, not writing: a peer's signal that was queued before it failed may set a flag back. What then runs
         reads garbage, so it is for the failure path only; much may be queued, so time counts only while `progress()`,
-        such as the calls that are done, stays the same. May be called from a thread that issues nothing.
+        such as the calls that are done, stays the same; it is asked in every round. May be called from a thread that
+        issues nothing.
         """
 
     def peek(self, addresses: Sequence[int]) -> list[int]:

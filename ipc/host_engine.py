@@ -107,7 +107,8 @@ class HostEngine:
         patience = Patience(limit_s)
         while not self.is_idle():
             # An operation that runs is progress, however slow; only a wait that does not end is none.
-            if patience.is_over(progress() if self._parked else object()):
+            seen = progress()
+            if patience.is_over(seen if self._parked else object()):
                 return False
             for address in addresses:
                 self._flags.store(address, value)

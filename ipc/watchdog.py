@@ -16,7 +16,7 @@ from typing import Any
 
 from usp.ipc.control import ControlPages, Entry, State, Status
 from usp.ipc.errors import PeerLostError, PlanMismatchError, SetupError, StallError
-from usp.ipc.in_time import in_time
+from usp.ipc.in_time import InTime
 from usp.ipc.rendezvous import Rendezvous, agreed
 from usp.ipc.watched import WatchedRendezvous
 
@@ -83,6 +83,7 @@ class Watchdog:
         self._done = 0
         self._progress_at = time.monotonic()
         self._closed = False
+        self.in_time = InTime()
         self._pages = ControlPages(rendezvous)
         self._meeting: WatchedRendezvous | None = None
         self._pids = rendezvous.gather(os.getpid())
@@ -149,6 +150,11 @@ class Watchdog:
             self._pages.leave()
             self._stop()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no thread of it runs, nor one that it has left behind."""
+        return not self._thread.is_alive() and self.in_time.are_back()
+
     def _watch_peers(self) -> None:
         for rank, pid in enumerate(self._pids):
             if rank != self.rank:
@@ -158,6 +164,7 @@ class Watchdog:
         self._closed = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(JOIN_S)
+        self.in_time.are_back(ASK_S)
         if not self._thread.is_alive():  # else it still polls them
             self._close_fds()
             os.close(self._wake)
@@ -259,7 +266,7 @@ class Watchdog:
     def _awaited(self, rank: int) -> list[str]:
         """Nothing, or what this rank waits for; what cannot be said must not hide what can."""
         try:
-            awaited = in_time(lambda: self._awaiting(rank), limit_s=ASK_S)
+            awaited = self.in_time.call(lambda: self._awaiting(rank), limit_s=ASK_S)
         except Exception as error:
             awaited = f"what it waits for cannot be read: {error}"
         return [awaited] if awaited else []

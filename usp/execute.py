@@ -42,13 +42,17 @@ def rows_of(x: torch.Tensor) -> Rows:
 
 @dataclass
 class Call:
-    """What one attention call brings. `v` is [B, S_r, K, D] with dense heads; its rows may be far apart."""
+    """What one attention call brings. `v` is [B, S_r, K, D] with dense heads; its rows may be far apart.
+
+    `await_flag(address, value)`, if given, is called before each wait is enqueued, and returns when the flag has come.
+    """
 
     number: int
     v: torch.Tensor
     fill: FillAll
     prefix_kv: KeyValue | None = None
     suffix_kv: KeyValue | None = None
+    await_flag: Callable[[int, int], None] | None = None
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -92,24 +96,17 @@ class Executor:
             Kind.KEEP: self._keep,
             Kind.RETURN: self._return,
         }
+        self.first_step: int | None = None  # when it ran first, as whoever runs it counts
         self.ops = [op for op in self._schedule() if op.kind in makers]
-        self.has_run = False
         self.steps: list[Step] = (ranges or Ranges()).steps(self.ops, [makers[op.kind](op) for op in self.ops])
 
     def _schedule(self) -> Schedule:
         return build(self.plan, self.rank)
 
-    def run(self, call: Call, *, await_flag: Callable[[int, int], None] | None = None) -> torch.Tensor:
-        """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call.
-
-        With `await_flag(address, value)`, it is called before each wait and returns when that flag has arrived, so that
-        no stream ever stands.
-        """
-        for op, step in zip(self.ops, self.steps, strict=True):
-            if await_flag is not None and op.kind is Kind.WAIT:
-                await_flag(self._address(op), call.number)
+    def run(self, call: Call) -> torch.Tensor:
+        """Enqueue the whole call; the result [B, S_r, H, D] is a view of the arena, valid until the next call."""
+        for step in self.steps:
             step(call)
-        self.has_run = True
         top, bottom = self.places[self.rank].result_rows
         if top == bottom:
             return call.v.new_empty(self.plan.batch, 0, self.plan.num_heads, self.plan.head_dim)
@@ -144,7 +141,13 @@ class Executor:
 
     def _wait(self, op: Op) -> Step:
         address, wait, stream = self._address(op), self.engine.wait, op.stream
-        return lambda call: wait(stream, address, call.number)
+
+        def hold(call: Call) -> None:
+            if call.await_flag is not None:
+                call.await_flag(address, call.number)
+            wait(stream, address, call.number)
+
+        return hold
 
     def _fill(self, op: Op) -> Step:
         return lambda call: self.engine.launch(op.stream, lambda: call.fill(self.fill_blocks))

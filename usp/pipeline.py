@@ -45,8 +45,9 @@ class PipelinedExchange(CollectiveExchange):
     """Swaps tokens for heads over one mesh axis whose ranks share a host. `with` it, or `close()` it, on every rank.
 
     `num_groups` overrides the rule for head groups. The first call of a shape, and every change of shape, is collective
-    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on. In the first call of a
-    shape the host waits for what the peers send; later calls are only enqueued.
+    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on. In the first step of a
+    shape, or its first call where `at` tells of no steps, the host waits for what the peers send; later calls are only
+    enqueued.
 
     A rank that dies, gives up or strays, and an issued call that is not done within `stall_timeout` seconds, break the
     exchange on every rank: waits are released, and calls and `check` raise PeerLostError, StallError or
@@ -78,7 +79,8 @@ class PipelinedExchange(CollectiveExchange):
         self._executors: dict[tuple[str, int], Executor] = {}
         self._running: Executor | None = None  # of the latest call that was issued
         self._numbers = CallNumbers(pinned=bool(provider.device))
-        self._epoch, self._step, self._layer = 0, -1, -1
+        self._epoch, self._step, self._layer, self._num_steps = 0, -1, -1, 0
+        self._latest_parking = 0  # the last call whose waits its streams do
         self.issue_seconds: deque[float] = deque(maxlen=MAX_TIMES)  # of the host; on host memory the call itself
         self._closed = False
         try:
@@ -89,13 +91,15 @@ class PipelinedExchange(CollectiveExchange):
                 completed=self._numbers.completed,
                 awaiting=self._awaiting,
                 flags=self._own_flags,
+                is_parked=lambda: self._is_parked,
             )
         except BaseException:
             self.engine.close()
             raise
 
     def at(self, *, step: int | None = None, layer: int | None = None) -> None:
-        self._step = self._step if step is None else step
+        if step is not None and step != self._step:
+            self._step, self._num_steps = step, self._num_steps + 1
         self._layer = self._layer if layer is None else layer - 1
 
     def attend(
@@ -127,11 +131,11 @@ class PipelinedExchange(CollectiveExchange):
                 self._change_plan(plan)
             executor = self._running = self._executor(plan, attention)
             number = self._numbers.enqueue()
-            await_flag = None if executor.has_run else self._await_flag
+            call = Call(number, v, fill, prefix_kv, suffix_kv, self._gate(executor))
             began = time.perf_counter()
             with self.ranges.range(layer_name(self._layer, self._who)):
-                result = executor.run(Call(number, v, fill, prefix_kv, suffix_kv), await_flag=await_flag)
-            if await_flag is None:
+                result = executor.run(call)
+            if call.await_flag is None:
                 self.issue_seconds.append(time.perf_counter() - began)
             self.engine.signal(MAIN, self._numbers.done_address, self._numbers.begun)
         except BaseException as error:
@@ -161,7 +165,8 @@ class PipelinedExchange(CollectiveExchange):
             self._closed = True
             if self.liveness.broken is not None:
                 self._let_go()
-            self.engine.close()
+            if self.liveness.is_quiet:
+                self.engine.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -182,7 +187,7 @@ class PipelinedExchange(CollectiveExchange):
         """Streams first: what is still queued reads and writes the arena."""
         is_idle = self.liveness.let_go()
         self._forget_executors()
-        if self.arena is not None:
+        if self.arena is not None and self.liveness.is_quiet:
             self.arena.abandon(idle=is_idle)
 
     def _log_issue_cost(self) -> None:
@@ -228,14 +233,34 @@ class PipelinedExchange(CollectiveExchange):
                 length = pair[0].shape[1] if pair else 0
                 check_rows(name, part, like=v, shape=(v.shape[0], length, own_heads, v.shape[3]))
 
+    def _gate(self, executor: Executor) -> Callable[[int, int], None] | None:
+        """Holds the host, not the stream, until a flag has come: in a first call, and in all of its step if `at` tells.
+
+        Kernels are loaded then, for which the driver makes this thread wait for all streams, and lets no other thread
+        in: behind a wait for a lost peer, nothing could ever release that wait.
+        """
+        is_first = executor.first_step is None
+        if is_first:
+            executor.first_step = self._num_steps
+        if not is_first and not executor.first_step == self._num_steps > 0:
+            self._latest_parking = self._numbers.begun
+            return None
+        self._poll(lambda: not self._is_parked)
+        return self._await_flag
+
     def _await_flag(self, address: int, value: int) -> None:
-        """On the host. In a first call kernels are loaded, for which the driver makes this thread wait for all streams,
-        and lets no other thread in: behind a wait for a lost peer, nothing could ever release that wait."""
-        while True:
-            self.check()
-            if any(reached(found, value) for found in self.engine.peek([address])):
-                return
+        self._poll(lambda: any(reached(found, value) for found in self.engine.peek([address])))
+
+    def _poll(self, condition: Callable[[], bool]) -> None:
+        self.check()
+        while not condition():
             time.sleep(POLL_S)
+            self.check()
+
+    @property
+    def _is_parked(self) -> bool:
+        """Whether a stream may be waiting for a flag."""
+        return self._numbers.completed() < self._latest_parking
 
     def _begin(self, plan: AttentionPlan) -> None:
         self.liveness.watchdog.begin(self._numbers.begun, plan=plan.hash, step=self._step, layer=self._layer)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -104,7 +105,7 @@ def pipelined(
     *,
     delay: Callable[[str], None] | None = None,
     like_cuda: bool = False,
-    **others: float,
+    **others: Any,
 ) -> UlyssesAttention:
     if env.device == "cuda":
         from usp.ipc.cuda import CudaProvider

@@ -27,6 +27,7 @@ from usp.liveness import ExchangeBrokenError
 from usp.mesh import Axis, make_mesh
 from usp.pipeline import PipelinedExchange
 from usp.plan import make_plan
+from usp.ranges import parse, record_functions
 from usp.ulysses import UlyssesAttention
 
 SMALL, LARGE = Shape(45, 6, 6, groups=2), Shape(45, 12, 12, groups=2)
@@ -341,6 +342,23 @@ def change_modes(env: RankEnv) -> None:
 
 def test_calls_under_other_autograd_modes_share_an_arena(ranks) -> None:
     ranks(2).run(change_modes)
+
+
+def mark_ranges(env: RankEnv) -> set[str]:
+    """First calls, whose waits are the host's, and later ones, under torch's profiler."""
+    attn = pipelined(env, axis_of(env), SMALL, ranges=record_functions())
+    generator = torch.Generator().manual_seed(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, attn.exchange:
+        for step in (0, 0, 1):
+            attn.exchange.at(step=step, layer=0)
+            q, k, v = inputs(env, SMALL, generator)[0]
+            assert torch.equal(attn(q, k, v), attn.plain(q, k, v))
+    return {mark.kind for event in profiler.events() if (mark := parse(event.name)) is not None}
+
+
+def test_calls_under_ranges_have_the_same_bits_and_are_marked(ranks) -> None:
+    marked = ranks(2).run(mark_ranges)
+    assert all(kinds >= {"layer", "group", "fill", "send", "wait", "attend", "return"} for kinds in marked), marked
 
 
 def expand(env: RankEnv) -> None:

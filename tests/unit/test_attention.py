@@ -68,6 +68,18 @@ def test_a_share_of_the_queries_has_the_bits_of_all_under_math(num_queries, batc
         assert torch.equal(torch.cat([attend(some, k, v) for some in q.split(size, 1)], 1), full), size
 
 
+@pytest.mark.parametrize("name", ON_CPU)
+def test_gradients_are_those_of_plain_math(name):
+    given = [x.requires_grad_() for x in inputs(600, 30, heads=2, dtype=torch.float64)]
+    plain_attention(*given).pow(2).sum().backward()
+    expected = [x.grad.clone() for x in given]
+    for x in given:
+        x.grad = None
+    make_backend(name, device=CPU)(*given).pow(2).sum().backward()
+    for x, wanted in zip(given, expected, strict=True):
+        assert torch.allclose(x.grad, wanted, rtol=1e-9, atol=1e-12)
+
+
 def _enabled() -> tuple[bool, bool]:
     return torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
 

@@ -55,13 +55,12 @@ def make(name: str, device: torch.device) -> Kernel:
 def _in_fixed_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """cuBLAS picks its algorithm for a product by its batch and its rows, and so other bits for other groups of heads
     and for other shares of the tokens. Here every product is of one head, one sample and ROWS queries."""
-    result, ratio = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape[2] // k.shape[2]
+    result, ratio = q.new_empty(q.shape), q.shape[2] // k.shape[2]
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
         keys_and_values = [x[b : b + 1, :, h // ratio : h // ratio + 1] for x in (k, v)]
-        for some, target in zip(
-            q[b : b + 1, :, h : h + 1].split(ROWS, 1), result[b : b + 1, :, h : h + 1].split(ROWS, 1), strict=True
-        ):
+        for start in range(0, q.shape[1], ROWS):
+            some = q[b : b + 1, start : start + ROWS, h : h + 1]
             count = some.shape[1]
             padded = F.pad(some, (0, 0, 0, 0, 0, ROWS - count))
-            target.copy_(sdpa(padded, *keys_and_values)[:, :count])
+            result[b : b + 1, start : start + count, h : h + 1] = sdpa(padded, *keys_and_values)[:, :count]
     return result
