@@ -19,8 +19,8 @@ from scripts.train_small.data import draw_clips, draw_scenes
 from scripts.train_small.settings import Settings
 from scripts.train_small.text import text_states, trained_text
 from scripts.train_small.tokens import token_ids
-from scripts.train_small.vae import trained_vae
-from scripts.train_small.world import COLOURS, MOTIONS, SHAPES, Scene, trained_combinations
+from scripts.train_small.vae import encoded, trained_vae
+from scripts.train_small.world import COLOURS, MOTIONS, SHAPES, Scene, is_held_out, trained_combinations
 
 BATCH = 128
 FILE = "cache.pt"
@@ -66,8 +66,7 @@ def load_cache(folder: Path, device: torch.device) -> Cache:
 @torch.inference_mode()
 def encode(vae: Any, scenes: list[Scene], *, seed: int, device: torch.device) -> torch.Tensor:
     """Latents of fresh clips of these scenes."""
-    pixels = draw_clips(scenes, seed=seed, device=device).pixels
-    return vae.encode(pixels).latent_dist.mean
+    return encoded(vae, draw_clips(scenes, seed=seed, device=device).pixels)[0]
 
 
 @torch.inference_mode()
@@ -82,7 +81,9 @@ def _captions(scenes: list[Scene], seed: int, wrong_words: float) -> list[str]:
 
 
 def _misnamed(random: Random, scene: Scene, chance: float) -> Scene:
-    """The scene with colour, shape and motion each replaced by any of its kind, with this chance."""
+    """The scene with colour, shape and motion each replaced by any of its kind, with this chance; as it is where that
+    would name what is held out, or it would be learnt as always wrong."""
     kinds = {"colour": tuple(COLOURS), "shape": SHAPES, "motion": MOTIONS}
     wrong = {name: random.choice(known) for name, known in kinds.items() if random.random() < chance}
-    return replace(scene, **wrong)
+    named = replace(scene, **wrong)
+    return scene if is_held_out(named.combination) else named

@@ -33,10 +33,22 @@ OTHER_MOTIONS = {
 SPEED_WORDS = {"slow": ("slowly", "at a slow pace"), "fast": ("quickly", "fast")}
 PLACES = ("on a {} background", "against a {} background", "over a {} background")
 OPENINGS = ("", "", "", "a video of ", "a clip of ", "we see ")
+WITH_MEANING = {
+    "red",
+    "blue",
+    "orange",
+    "yellow",
+    "grey",
+    "light",
+    "slow",
+    "slowly",
+    "still",
+    "static",
+    "under",
+    "over",
+}
 WORDS_WITHOUT_MEANING = tuple(
-    word
-    for word in sorted({word.strip(",;") for word in TEXT.split()})
-    if word not in {"red", "blue", "orange", "yellow", "grey", "slow", "slowly", "still", "static", "under", "over"}
+    word for word in sorted({word.strip(",;") for word in TEXT.split()}) if word not in WITH_MEANING
 )
 DISTRACTED = 0.15  # share of captions with a word without meaning
 
@@ -62,7 +74,7 @@ def plain_caption(scene: Scene) -> str:
     """The first choice everywhere: what the README tells people to write."""
     motion = OTHER_MOTIONS[scene.motion][0] if scene.motion in OTHER_MOTIONS else f"moves {WAYS[scene.motion][0]}"
     words = [f"{_coloured(scene)} {scene.shape} {motion}"]
-    words += [SPEED_WORDS[scene.speed][0]] if scene.speed else []
+    words += [SPEED_WORDS[scene.speed][0]] if scene.speed and scene.motion != STILL else []
     words += [PLACES[0].format(scene.background)] if scene.background else []
     return " ".join(words)
 

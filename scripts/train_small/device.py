@@ -15,6 +15,7 @@ def pick_device(name: str) -> torch.device:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients under a mask are wrong on Hopper in some releases
     return torch.device(wanted)
 
 

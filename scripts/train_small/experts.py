@@ -14,6 +14,7 @@ from torch import nn
 from scripts.train_small.cache import Cache, load_cache
 from scripts.train_small.device import lower_precision
 from scripts.train_small.flow import PaddedText, level_range, noise_level, predict
+from scripts.train_small.kernels import training_kernels
 from scripts.train_small.loop import Limits, Loop, Moment
 from scripts.train_small.settings import ExpertSettings, Settings
 from usp.models.wan.rope import RopeTable, rope_table
@@ -45,7 +46,7 @@ def initialise(model: WanTransformer) -> None:
 
 
 def train_expert(
-    name: str, folder: Path, settings: Settings, *, seconds: float, device: torch.device
+    name: str, folder: Path, settings: Settings, *, seconds: float, device: torch.device, compiled: bool = False
 ) -> dict[str, Any]:
     """Train `high` or `low` to the end and save `<name>_weights.pt`. Returns a report."""
     seed = settings.seed + SEEDS[name]
@@ -53,7 +54,8 @@ def train_expert(
     cache, model, expert = load_cache(folder, device), new_expert(settings).to(device), settings.expert
     limits = Limits(seconds, expert.max_steps)
     loop = Loop(name, model, folder=folder, limits=limits, rate=expert.rate, decay=expert.ema_decay, seed=seed)
-    loss = Loss(name, model, cache, settings)
+    loss = Loss(name, model, cache, settings, compiled=compiled)
+    loss(Moment(0, 0, 0.0)).backward()  # compiles, and must not be training time
     loop.run(loss)
     torch.save(loop.ema.model.state_dict(), folder / f"{name}_weights.pt")
     return {"steps": loop.step, "seconds": round(loop.seconds, 1), "parameters": count_parameters(model)}
@@ -66,7 +68,10 @@ def count_parameters(model: nn.Module) -> int:
 class Loss:
     """Squared error of one expert's velocity on a batch from the cache."""
 
-    def __init__(self, name: str, model: WanTransformer, cache: Cache, settings: Settings) -> None:
+    def __init__(
+        self, name: str, model: WanTransformer, cache: Cache, settings: Settings, *, compiled: bool = False
+    ) -> None:
+        self.kernels = training_kernels(compiled=compiled)
         self.model, self.cache, self.settings = model, cache, settings
         self.device = cache.latents.device
         self.levels = level_range(name, settings.sampling)
@@ -82,7 +87,15 @@ class Loss:
         noise = torch.randn(clip.shape, generator=generator, device=self.device)
         noisy = torch.lerp(clip, noise, sigma.view(-1, 1, 1, 1, 1))
         with lower_precision(self.device):
-            found = predict(self.model, noisy, sigma, states, rope=self.rope, cross_attention=self.cross_attention)
+            found = predict(
+                self.model,
+                noisy,
+                sigma,
+                states,
+                rope=self.rope,
+                cross_attention=self.cross_attention,
+                kernels=self.kernels,
+            )
         return F.mse_loss(found.float(), noise - clip)
 
     def _batch(self, expert: ExpertSettings, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

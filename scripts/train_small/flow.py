@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from scripts.train_small.settings import SamplingSettings
 from usp.attention import sdpa
+from usp.kernels import Kernels
 from usp.models.wan.config import TEXT_LEN
 from usp.models.wan.rope import RopeTable
 from usp.models.wan.transformer import WanTransformer, patchify, unpatchify
@@ -57,6 +58,7 @@ def predict(
     *,
     rope: RopeTable,
     cross_attention: PaddedText,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """The expert's velocity [B, C, F, H, W] for latents at noise levels [B] and states [B, L, D] with an empty end."""
     _, _, frames, height, width = noisy.shape
@@ -67,5 +69,6 @@ def predict(
         rope=rope,
         self_attention=sdpa,
         cross_attention=cross_attention,
+        kernels=kernels,
     )
     return unpatchify(out, token_grid=(frames, height // 2, width // 2))

@@ -127,5 +127,8 @@ def _write_json(file: Path, value: Any) -> None:
 
 def commit_here() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return "unknown"
     return done.stdout.strip() or "unknown"

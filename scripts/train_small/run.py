@@ -44,7 +44,16 @@ JUDGED_CLIPS = 320  # as many combinations as are trained
 class Training:
     """One training in one folder: what has been done is in `report.json` there."""
 
-    def __init__(self, folder: Path, settings: Settings, device: torch.device, *, commit: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        device: torch.device,
+        *,
+        commit: str | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.compiled = compiled
         self.folder, self.settings, self.device, self.commit = folder, settings, device, commit
         self.file = folder / "report.json"
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +95,14 @@ class Training:
         folder, settings, device = self.folder, self.settings, self.device
         seconds = {part: 60 * settings.minutes * share for part, share in SHARES.items()}
         where: dict[str, Any] = {"device": device}
+        experts = {**where, "compiled": self.compiled}
         return {
             "data": self._look_at_data,
             "vae": lambda: train_vae(folder, settings.vae, seconds=seconds["vae"], seed=settings.seed, **where),
             "text": lambda: train_text(folder, settings.text, seconds=seconds["text"], seed=settings.seed, **where),
             "cache": lambda: build_cache(folder, settings, seconds=seconds["cache"], **where),
-            "high": lambda: train_expert("high", folder, settings, seconds=seconds["high"], **where),
-            "low": lambda: train_expert("low", folder, settings, seconds=seconds["low"], **where),
+            "high": lambda: train_expert("high", folder, settings, seconds=seconds["high"], **experts),
+            "low": lambda: train_expert("low", folder, settings, seconds=seconds["low"], **experts),
             "pack": self._pack,
         }
 
@@ -131,11 +141,12 @@ def main() -> None:
     parser.add_argument("--again", nargs="+", choices=SHARES, default=[], help="parts to go on with, though done")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--commit", help="to be recorded, where there is no repository (default: git's answer)")
+    parser.add_argument("--compile", action="store_true", help="the experts' norms and residual sums, by torch.compile")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes and three steps: does it run?")
     flags = parser.parse_args()
     settings = SMOKE if flags.smoke else FULL
     settings = replace(settings, minutes=flags.minutes or settings.minutes)
-    training = Training(flags.out, settings, pick_device(flags.device), commit=flags.commit)
+    training = Training(flags.out, settings, pick_device(flags.device), commit=flags.commit, compiled=flags.compile)
     for part in flags.again:
         training.forget(part)
     for stage in STAGES:

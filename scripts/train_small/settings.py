@@ -43,12 +43,12 @@ class ExpertSettings:
     heads: int = 8
     head_dim: int = 24
     ffn: int = 768
-    batch: int = 512
+    batch: int = 256
     rate: float = 1e-3
     max_steps: int = 60_000
     cached_clips: int = 131_072
     dropped_prompts: float = 0.12  # share of clips trained without their caption, for guidance
-    wrong_words: float = 0.10  # chance that a caption names another colour, shape or motion; guidance undoes it
+    wrong_words: float = 0.15  # chance that a caption names another colour, shape or motion; guidance undoes it
     ema_decay: float = 0.999
 
 

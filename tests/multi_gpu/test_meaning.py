@@ -175,14 +175,14 @@ def test_clips_show_what_their_prompts_say(healthy):
 
 @pytest.mark.parametrize("fault", ["guidance off", "experts swapped", "rope shifted"])
 def test_a_planted_fault_makes_clearly_fewer_clips_right(ranks, healthy, fault: str):
-    scenes = grid(NUM_FAULT_PROMPTS)
-    seeds = SEEDS if fault == "guidance off" else SEEDS[:1]  # the subtlest, and the cheapest
+    is_subtle = fault == "guidance off"  # and the cheapest to sample
+    scenes, seeds = (grid(NUM_PROMPTS), SEEDS) if is_subtle else (grid(NUM_FAULT_PROMPTS), SEEDS[:1])
     sound, faulty = [], []
     for seed in seeds:
         order = planted(order_of(scenes, seed), fault)
         latents = ranks(4).run(sample_on_mesh, DEMO_MESH, FOLDER, order, limit_s=LIMIT_S)[0]
         faulty += rights(latents, scenes)
-        sound += healthy[seed][:NUM_FAULT_PROMPTS]
+        sound += healthy[seed][: len(scenes)]
     assert sum(faulty) < RIGHT * len(faulty)
     assert sum(faulty) <= sum(sound) - CLEARLY_FEWER * len(sound)
 
