@@ -90,14 +90,14 @@ class ControlPages:
             raise ValueError(f"a letter of {len(letter)} bytes; a page takes {LETTER_NBYTES}")
         page, start = self._pages[self.rank], _letter_offset(meeting)
         page[start + LETTER.size : start + LETTER.size + len(letter)] = letter
-        LETTER.pack_into(page, start, meeting, len(letter), zlib.crc32(letter))
+        LETTER.pack_into(page, start, meeting, len(letter), _letter_checksum(meeting, letter))
 
     def letter(self, rank: int, meeting: int) -> bytes | None:
         """What a rank sent to this meeting; None while it has not come."""
         page, start = self._pages[rank], _letter_offset(meeting)
         number, nbytes, checksum = LETTER.unpack_from(page, start)
         content = bytes(page[start + LETTER.size : start + LETTER.size + min(nbytes, LETTER_NBYTES)])
-        return content if number == meeting and zlib.crc32(content) == checksum else None
+        return content if number == meeting and _letter_checksum(number, content) == checksum else None
 
     def read(self, rank: int) -> Status:
         page = bytes(self._pages[rank])
@@ -126,6 +126,11 @@ def _offset(call: int) -> int:
 
 def _letter_offset(meeting: int) -> int:
     return LETTER_OFFSET + meeting % 2 * (LETTER.size + LETTER_NBYTES)
+
+
+def _letter_checksum(meeting: int, letter: bytes) -> int:
+    """Of the head as well: one that is being written has a number before a length, and the sum of nothing is 0."""
+    return zlib.crc32(letter, zlib.crc32(LETTER.pack(meeting, len(letter), 0)))
 
 
 def _read_entry(page: bytes, index: int) -> Entry | None:

@@ -16,7 +16,7 @@ from tests.multi_gpu.ranks import RankEnv, Ranks
 from tests.multi_gpu.test_pipeline import Shape, each_head, inputs, pipelined
 from usp.execute import Executor
 from usp.fill import fill_from
-from usp.ipc.control import ControlPages, Entry
+from usp.ipc.control import LETTER, LETTER_NBYTES, LETTER_OFFSET, ControlPages, Entry
 from usp.ipc.errors import PeerLostError, SetupError
 from usp.ipc.host import HostProvider
 from usp.ipc.host_engine import HostEngine
@@ -482,4 +482,22 @@ def test_a_state_that_is_being_written_is_not_read() -> None:
     page = pages._pages[0]
     page[512 + 20] ^= 0xFF  # a byte of the reason is not yet there
     assert pages.read(0).state.name == "RUNNING" and pages.read(0).reason == ""
+    pages.abandon()
+
+
+def test_a_letter_that_is_being_written_is_not_read() -> None:
+    """Its head is zeroed, then filled from the front; the content is there before."""
+    from usp.ipc.rendezvous import LoneRendezvous
+
+    pages = ControlPages(LoneRendezvous())
+    page = pages._pages[0]
+    for meeting, letter in ((1, b""), (2, b"a"), (3, b"x" * 300), (4, b"\0" * 8), (5, b"y" * LETTER_NBYTES)):
+        pages.send(meeting, letter)
+        assert pages.letter(0, meeting) == letter
+        start = LETTER_OFFSET + meeting % 2 * (LETTER.size + LETTER_NBYTES)
+        head = bytes(page[start : start + LETTER.size])
+        for written in range(LETTER.size):
+            if any(head[written:]):
+                page[start : start + LETTER.size] = head[:written] + bytes(LETTER.size - written)
+                assert pages.letter(0, meeting) is None, (meeting, written)
     pages.abandon()
