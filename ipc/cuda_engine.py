@@ -15,6 +15,7 @@ from usp.ipc.cuda_copy import CudaCopy, make_copy
 from usp.ipc.driver import call, cuda_error, load_driver
 from usp.ipc.engine import AUX, COPY, MAIN, PEEK_WORDS, RELEASE_LIMIT_S, Block, Patience, PreparedCopy
 from usp.ipc.errors import SetupError
+from usp.ipc.futex import reached
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ DEFAULT_CONNECTIONS = 8
 MAX_EVENTS = 64
 RELEASE_PAUSE_S = 0.001
 PEEK_LIMIT_S = 0.5
+HOLD_PAUSE_S, LONGEST_HOLD_PAUSE_S = 0.0001, 0.005
 
 
 class CudaEngine:
@@ -141,6 +143,12 @@ class CudaEngine:
                     self._store(self._release_stream, address, value)
             time.sleep(RELEASE_PAUSE_S)
         return True
+
+    def hold(self, address: int, value: int, *, stopped: Callable[[], bool]) -> None:
+        pause = HOLD_PAUSE_S
+        while not any(reached(found, value) for found in self.peek([address])) and not stopped():
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_HOLD_PAUSE_S)
 
     def peek(self, addresses: Sequence[int]) -> list[int]:
         assert len(addresses) <= PEEK_WORDS

@@ -114,6 +114,9 @@ class Engine(Protocol):
         issues nothing.
         """
 
+    def hold(self, address: int, value: int, *, stopped: Callable[[], bool]) -> None:
+        """Hold the calling thread, and no stream, until the 32-bit word has reached `value` or `stopped()`."""
+
     def peek(self, addresses: Sequence[int]) -> list[int]:
         """The 32-bit words there, without waiting for any stream; at most PEEK_WORDS. Empty if they cannot be read in
         a moment. From any thread."""

@@ -115,6 +115,9 @@ class HostEngine:
             time.sleep(RELEASE_PAUSE_S)
         return True
 
+    def hold(self, address: int, value: int, *, stopped: Callable[[], bool]) -> None:
+        self._flags.wait(address, value, stopped=stopped)
+
     def peek(self, addresses: Sequence[int]) -> list[int]:
         return [self._flags.load(address) for address in addresses]
 

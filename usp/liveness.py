@@ -69,6 +69,11 @@ class Liveness:
         if self.broken is not None:
             raise ExchangeBrokenError(f"an earlier call failed: {self.broken!r}") from self.broken
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `check` would raise."""
+        return self.broken is not None or self.watchdog.someone_gave_up()
+
     def give_up(self, error: BaseException) -> None:
         """This rank failed: keep the first reason, and let the others know at once."""
         if self.broken is None:

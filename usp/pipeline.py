@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 MAX_EXECUTORS = 32  # shapes times attentions that stay prepared
 MAX_TIMES = 10_000
-POLL_S = 0.0002
+POLL_S = 0.001
 
 
 class PipelinedExchange(CollectiveExchange):
@@ -245,17 +245,14 @@ class PipelinedExchange(CollectiveExchange):
         if not is_first and not executor.first_step == self._num_steps > 0:
             self._latest_parking = self._numbers.begun
             return None
-        self._poll(lambda: not self._is_parked)
+        while self._is_parked:
+            self.check()
+            time.sleep(POLL_S)
         return self._await_flag
 
     def _await_flag(self, address: int, value: int) -> None:
-        self._poll(lambda: any(reached(found, value) for found in self.engine.peek([address])))
-
-    def _poll(self, condition: Callable[[], bool]) -> None:
+        self.engine.hold(address, value, stopped=lambda: self.liveness.is_over)
         self.check()
-        while not condition():
-            time.sleep(POLL_S)
-            self.check()
 
     @property
     def _is_parked(self) -> bool:
