@@ -21,7 +21,7 @@ from uuid import uuid4
 
 ROOT = Path(__file__).parents[2]
 GENERATE = str(ROOT / "generate.py")
-LIMIT_S = 60.0  # for a whole run of several ranks
+LIMIT_S = 170.0  # for a whole run of several ranks
 GONE_S = 20.0  # for the ranks of a run that was ended
 MARK = "USP_TEST_MARK"
 SHM = Path("/dev/shm")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 END_S, GONE_S = 30.0, 1.0
-LIMIT_S = 180.0 if torch.cuda.is_available() else 60.0  # ranks that share a GPU take turns
+LIMIT_S = 180.0 if torch.cuda.is_available() else 150.0  # ranks that share a GPU take turns
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_takes_the_job_with_it(programs, phase, rank):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "phase", "number"), [*product(LAUNCHERS, PHASES, SIGNALS)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_signal_in_every_phase_ends_every_rank(programs, launcher, phase, number, ranks):
@@ -87,7 +87,7 @@ def test_every_signal_in_every_phase_ends_every_rank(programs, launcher, phase, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "phase", "rank"), [*product(LAUNCHERS, PHASES, (0, 1, 3))])
 def test_a_kill_of_any_rank_in_any_phase_takes_the_job_with_it(programs, launcher, phase, rank):
     """D22: the full product."""

@@ -23,7 +23,7 @@ from usp.ipc.host_engine import HostEngine
 from usp.ipc.rendezvous import GroupRendezvous, Rendezvous
 from usp.ipc.watchdog import Failure, FailureKind, Watchdog
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 NOTICE_S = 2.0
 
 

@@ -126,7 +126,7 @@ def test_ranks_need_not_agree_on_which_call_is_the_first(ranks, shape: Shape) ->
     ids=str,
 )
 def test_a_rank_that_dies_while_others_load_kernels_is_told_of(fresh_ranks, fault: Fault) -> None:
-    assert_told(fresh_ranks.run_to_the_end(on_loading, run_into_fault, fault), limit_s=5.0)
+    assert_told(fresh_ranks.run_to_the_end(on_loading, run_into_fault, fault), limit_s=10.0)
 
 
 def test_a_rank_that_cannot_say_what_it_awaits_still_ends_well(fresh_ranks) -> None:
@@ -151,7 +151,7 @@ def test_a_process_whose_driver_does_not_answer_ends(capfd) -> None:
         seconds = time.monotonic() - start
     codes = [EXIT_CODE, -signal.SIGKILL, EXIT_CODE]
     assert answers == [(False, f"no answer; alive: False, exit code: {int(code)}") for code in codes]
-    assert seconds < 12.0  # to make the exchange, ASK_S and ANSWER_S
+    assert seconds < 25.0  # to make the exchange, ASK_S and ANSWER_S
     said = [line for line in capfd.readouterr().err.splitlines() if "do not end, so the process does" in line]
     assert len(said) == 2 and all(f"rank {CULPRIT} (process" in line for line in said), said
 

@@ -80,7 +80,7 @@ def fail_in_growth(env: RankEnv, how: str) -> tuple[tuple[str, float], str]:
 
 @pytest.mark.parametrize("how", ["kill", "raise", "stall"])
 def test_a_failure_in_growth_is_told_to_all(fresh_ranks, how: str) -> None:
-    answers = fresh_ranks.run_to_the_end(fail_in_growth, how, limit_s=25.0)
+    answers = fresh_ranks.run_to_the_end(fail_in_growth, how, limit_s=90.0)
     for rank in (0, 2):
         assert answers[rank][0], answers
         said, seconds = answers[rank][1][0]
@@ -117,7 +117,7 @@ def fail_before_close(env: RankEnv, how: str) -> tuple[tuple[str, float], bool]:
 
 @pytest.mark.parametrize("how", ["kill", "raise", "slow"])
 def test_nobody_waits_in_close_for_a_rank_that_is_lost(fresh_ranks, how: str) -> None:
-    answers = fresh_ranks.run_to_the_end(fail_before_close, how, limit_s=20.0)
+    answers = fresh_ranks.run_to_the_end(fail_before_close, how, limit_s=90.0)
     for rank in (0, 2):
         assert answers[rank][0], answers
         (said, seconds), is_closed = answers[rank][1]

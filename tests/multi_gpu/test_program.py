@@ -25,7 +25,7 @@ from tests.multi_gpu.programs import (
 )
 from usp.launch.video import VideoInfo, probe
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for every launcher, each with a limit of its own
+pytestmark = pytest.mark.timeout(900)  # the first test waits for every launcher, each with a limit of its own
 USUAL_PORT = 29500  # of torch's launcher
 RANKS = ("torchrun", "mpirun", "--nproc", "two agents")
 

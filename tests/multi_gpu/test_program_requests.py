@@ -19,7 +19,7 @@ from tests.tiny import reference_pipeline, tiny_checkpoint
 from usp.launch.values import MAX_SEED
 from usp.launch.video import VideoInfo, decode, probe
 
-pytestmark = pytest.mark.timeout(120)  # the first test of each world waits for all its requests
+pytestmark = pytest.mark.timeout(600)  # the first test of each world waits for all its requests
 
 PROMPTS = ("a red ball", "two cats\u3002\u4e24\u53ea\u732b", "  three   dogs  ")
 LONG_PROMPTS = {

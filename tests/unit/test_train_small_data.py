@@ -24,7 +24,7 @@ from scripts.train_small.world import (
 )
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(240)  # hundreds of clips are drawn and judged
+pytestmark = pytest.mark.timeout(900)  # hundreds of clips are drawn and judged
 ATTRIBUTES = ("colour", "shape", "motion", "background")
 
 

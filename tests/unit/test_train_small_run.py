@@ -21,7 +21,7 @@ from usp.models.wan.checkpoint.folder import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red ball moves left slowly on a dark background"
-pytestmark = pytest.mark.timeout(240)  # the first test waits for all stages
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all stages
 
 
 @cache
