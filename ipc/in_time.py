@@ -16,7 +16,7 @@ class InTime:
     """Makes such calls, each in a thread of its own, and knows which of them are still out."""
 
     def __init__(self) -> None:
-        self._out: list[threading.Thread] = []
+        self._out: list[threading.Thread] = []  # all of them; there are a few in the life of a process
 
     def call(self, function: Callable[[], T], *, limit_s: float, progress: Callable[[], object] = lambda: None) -> T:
         """What the function returns or raises; TimeoutError after `limit_s` in which `progress()` stayed the same.
@@ -49,5 +49,4 @@ class InTime:
         deadline = time.monotonic() + limit_s
         for thread in self._out:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._out = [thread for thread in self._out if thread.is_alive()]
-        return not self._out
+        return not any(thread.is_alive() for thread in self._out)

@@ -1,8 +1,9 @@
 """What a block runs besides products and attention while it trains: the twins, with fewer launches."""
 
+from typing import Any
+
 import torch
 
-from usp.destinations import FillBlocks
 from usp.kernels import Kernels
 from usp.kernels.reference import norm_rope_reference, residual_norm_reference, rms_norm_reference
 
@@ -17,21 +18,10 @@ def training_kernels(*, compiled: bool = False) -> Kernels:
 
 
 def _norm_rope(
-    q_bshd: torch.Tensor,
-    k_bshd: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    rope_cos: torch.Tensor,
-    rope_sin: torch.Tensor,
-    *,
-    eps: float,
-    blocks: FillBlocks | None = None,
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *rope: Any, **how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = (weight.to(q_bshd.dtype) for weight in (q_weight, k_weight))
-    return norm_rope_reference(q_bshd, k_bshd, *weights, rope_cos, rope_sin, eps=eps, blocks=blocks)
+    return norm_rope_reference(q, k, q_weight.to(q.dtype), k_weight.to(k.dtype), *rope, **how)
 
 
-def _rms_norm(
-    x_bshd: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    return rms_norm_reference(x_bshd, weight.to(x_bshd.dtype), eps=eps, out=out)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
+    return rms_norm_reference(x, weight.to(x.dtype), *rest, **how)
