@@ -2,7 +2,8 @@
 
 A test body is a module-level function `body(rank_env, *args)`; `Ranks.run` calls it on every rank and returns their
 results in rank order. A body that raises, dies or outlives its limit fails the test and takes its group down.
-`Ranks.end` lets the processes come to their own end; `close` kills them.
+`Ranks.end` lets the processes come to their own end; `close` kills them. Ranks take the GPUs there are in turn; with
+one each, collectives go over NCCL. USP_TEST_RANKS="2,3" skips what asks for other numbers of ranks.
 """
 
 import multiprocessing as mp
@@ -12,10 +13,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
+
+from usp.layout import MeshShape
+from usp.mesh import Mesh, make_mesh
 
 END_S, GONE_S = 30.0, 1.0
 LIMIT_S = 180.0 if torch.cuda.is_available() else 150.0  # ranks that share a GPU take turns
@@ -34,6 +40,7 @@ class RankError(AssertionError):
 
 class Ranks:
     def __init__(self, world: int) -> None:
+        _skip_unless_asked_for(world)
         self.world = world
         self.broken = False
         context = mp.get_context("spawn")
@@ -97,6 +104,22 @@ class Ranks:
         return False, f"no answer; alive: {process.is_alive()}, exit code: {process.exitcode}"
 
 
+@cache
+def mesh_of(shape: MeshShape) -> Mesh:
+    """The mesh of a rank's process, made once: every group keeps threads that wake a hundred times a second."""
+    return make_mesh(shape, device_type="cuda" if _has_gpu_each(shape.world) else "cpu")
+
+
+def _has_gpu_each(world: int) -> bool:
+    return 1 < world <= torch.cuda.device_count()
+
+
+def _skip_unless_asked_for(world: int) -> None:
+    asked = os.environ.get("USP_TEST_RANKS")
+    if asked and str(world) not in asked.split(","):
+        pytest.skip(f"USP_TEST_RANKS={asked} leaves out {world} ranks")
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,7 +131,9 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _has_gpu_each(world) else "gloo")
     env = RankEnv(rank, world, "cuda" if torch.cuda.is_available() else "cpu")
     while True:
         try:

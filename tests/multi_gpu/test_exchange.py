@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from usp.exchange import CollectiveExchange
 from usp.layout import MeshShape, split_counts, split_offsets
-from usp.mesh import Mesh, make_mesh
+from usp.mesh import Mesh
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -40,7 +40,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mesh(env: RankEnv) -> Mesh:
-    return make_mesh(MeshShape(1, env.world), device_type="cpu")
+    return mesh_of(MeshShape(1, env.world))
 
 
 def check_round_trip(env: RankEnv, cases: list[tuple[int, int, int, str]], seed: int) -> None:

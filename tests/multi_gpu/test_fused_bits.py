@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts.real_size_steps import random_expert
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from tests.rotation import apply_rope
 from usp.attention import choose_attention
 from usp.exchange import CollectiveExchange
@@ -21,7 +21,6 @@ from usp.ipc.rendezvous import GroupRendezvous
 from usp.kernels import Kernels, kernels_for
 from usp.kernels.reference import place_heads_reference
 from usp.layout import MeshShape
-from usp.mesh import make_mesh
 from usp.models.wan import transformer
 from usp.models.wan.clip import Clip
 from usp.models.wan.config import TransformerConfig
@@ -37,7 +36,7 @@ pytestmark = [
 ]
 CLIP = Clip(17, 480, 832)  # 7,800 tokens
 CONFIG = TransformerConfig(num_layers=4)
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda")
 
 
 def separate_norm_rope(kernels: Kernels):
@@ -113,7 +112,7 @@ def latents(denoiser, model, attention, *, qkv: bool, norm_rope: bool, chained: 
 
 
 def all_combinations(env: RankEnv) -> dict[tuple[bool, ...], str]:
-    mesh = make_mesh(MeshShape(1, env.world), device_type="cpu")
+    mesh = mesh_of(MeshShape(1, env.world))
     backend = choose_attention("auto", device=DEVICE, dtype=torch.bfloat16, head_dim=128).backend
     exchange = CollectiveExchange(CLIP.num_tokens, axis=mesh.ulysses)
     if env.world > 1:

@@ -38,7 +38,7 @@ class Watched:
 
     def noticed(self) -> tuple[FailureKind, int, str, float]:
         """The failure, and when it was noticed."""
-        failure, when = self.failures.get(timeout=15)
+        failure, when = self.failures.get(timeout=60)
         time.sleep(0.5)
         assert self.failures.empty(), "told once"
         return failure.kind, failure.rank, failure.text, when

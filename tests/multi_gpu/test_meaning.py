@@ -31,11 +31,10 @@ from scripts.train_small.world import (
     is_held_out,
     trained_combinations,
 )
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from tests.tiny import reference_pipeline
 from usp.attention import sdpa
 from usp.layout import MeshShape
-from usp.mesh import make_mesh
 from usp.models.wan.checkpoint.folder import open_checkpoint, packaged_checkpoint
 from usp.models.wan.checkpoint.loader import load_transformer
 from usp.models.wan.parallel import ParallelDenoiser
@@ -71,7 +70,7 @@ class Order:
 
 def sample_on_mesh(env: RankEnv, shape: MeshShape, folder: Path, order: Order) -> torch.Tensor:
     """Latents [B, C, F, H, W], with the folder's steps and shift."""
-    checkpoint, mesh = open_checkpoint(folder), make_mesh(shape, device_type="cpu")
+    checkpoint, mesh = open_checkpoint(folder), mesh_of(shape)
     config, defaults = checkpoint.high.config, checkpoint.defaults
     transport = Transport("host" if shape.ulysses > 1 else "gloo", "asked for", "gloo")
     with make_exchange(transport, CLIP.num_tokens, mesh=mesh, device=CPU) as exchange:

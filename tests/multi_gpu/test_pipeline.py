@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from usp.attention import sdpa
 from usp.fill import fill_from
 from usp.ipc.engine import MAIN
@@ -26,7 +26,7 @@ from usp.ipc.host import HostProvider
 from usp.ipc.host_engine import HostEngine
 from usp.ipc.rendezvous import GroupRendezvous
 from usp.layout import MeshShape, split_counts, split_offsets
-from usp.mesh import Axis, make_mesh
+from usp.mesh import Axis
 from usp.pipeline import PipelinedExchange
 from usp.ulysses import UlyssesAttention
 
@@ -111,7 +111,7 @@ def pipelined(
         from usp.ipc.cuda import CudaProvider
         from usp.ipc.cuda_engine import CudaEngine
 
-        provider, make_engine = CudaProvider(torch.device("cuda", 0)), CudaEngine
+        provider, make_engine = CudaProvider(), CudaEngine
     else:
         provider, make_engine = HostProvider(), partial(HostEngine, delay=delay, like_cuda=like_cuda)
     exchange = PipelinedExchange(
@@ -172,7 +172,7 @@ def wrong_calls(
     mutants: tuple[str, ...] = (),
 ) -> tuple[list[int], int]:
     """Which of the calls, one for each shape, gave other bits than the sequential path; and how many arenas it took."""
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, shapes[0], delay=delay, like_cuda=like_cuda)
     generator = torch.Generator().manual_seed(seed)
     given = [inputs(env, shape, generator) for shape in shapes]
@@ -208,7 +208,7 @@ MUTANTS = {"no meeting": no_meeting, "no idle streams": no_idle_streams, "early 
 
 def check_calls(env: RankEnv, shape: Shape, calls: int, seed: int, like_cuda: bool = False) -> None:
     """The first half of the calls returns owned copies, made at once; of the other half a stream keeps the results."""
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     generator = torch.Generator().manual_seed(seed)
     attn = pipelined(env, axis, shape, delay=delays(seed + env.rank), like_cuda=like_cuda)
     given = [inputs(env, shape, generator) for _ in range(calls)]
@@ -317,7 +317,7 @@ def test_plans_that_do_not_wait_for_each_other_would_be_found(ranks, like_cuda: 
 
 
 def check_views(env: RankEnv) -> None:
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, SHAPES[0])
     generator = torch.Generator().manual_seed(0)
     given = [inputs(env, SHAPES[0], generator)[0] for _ in range(3)]
@@ -352,7 +352,7 @@ def test_filled_returns_a_view_of_the_arena_and_a_call_an_owned_copy(ranks) -> N
 
 def check_waits_sleep(env: RankEnv) -> float:
     """Rank 1 comes a second late; rank 0 waits for it in the kernel. CPU seconds that rank 0 burnt meanwhile."""
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, SHAPES[0])
     with attn.exchange:
         (q, k, v), _ = inputs(env, SHAPES[0], torch.Generator().manual_seed(0))
@@ -370,7 +370,7 @@ def test_waiting_for_a_late_peer_burns_no_cpu(ranks) -> None:
 
 
 def check_mismatch(env: RankEnv) -> str:
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, SHAPES[0])
     try:
         (q, k, v), _ = inputs(env, Shape(45, 4 + env.rank, 4 + env.rank), torch.Generator().manual_seed(0))
@@ -391,7 +391,7 @@ def test_different_plans_raise_on_every_rank_and_name_both(ranks) -> None:
 
 
 def check_broken(env: RankEnv) -> list[str]:
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn, said = pipelined(env, axis, SHAPES[0]), []
     (_, _, v), _ = inputs(env, SHAPES[0], torch.Generator().manual_seed(0))
 

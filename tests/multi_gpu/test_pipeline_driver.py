@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.multi_gpu import test_pipeline
-from tests.multi_gpu.ranks import RankEnv, Ranks
+from tests.multi_gpu.ranks import RankEnv, Ranks, mesh_of
 from tests.multi_gpu.test_pipeline import SHAPES, Shape, check_calls, inputs, on_host_engine, pipelined
 from tests.multi_gpu.test_pipeline_faults import CULPRIT, SHAPE, Fault, Outcome, fresh_ranks, run_into_fault, settle
 from usp import liveness
@@ -26,7 +26,6 @@ from usp.fill import fill_from
 from usp.ipc.host_engine import HostEngine
 from usp.layout import MeshShape
 from usp.liveness import EXIT_CODE
-from usp.mesh import make_mesh
 from usp.pipeline import PipelinedExchange
 from usp.schedule import Kind
 
@@ -162,7 +161,7 @@ def nothing(env: RankEnv) -> None:
 
 def attend_and_raise(env: RankEnv, slow_s: float) -> str:
     """Rank 1 gives up while the others are at work for longer than a driver may be silent."""
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, SHAPE, stall_timeout=60.0)
     generator = torch.Generator().manual_seed(0)
     first, (q, k, v) = (inputs(env, SHAPE, generator)[0] for _ in range(2))

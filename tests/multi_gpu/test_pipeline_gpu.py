@@ -9,14 +9,13 @@ import time
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from usp.attention import choose_attention
 from usp.fill import fill_from
 from usp.ipc.cuda import CudaProvider
 from usp.ipc.cuda_engine import CudaEngine
 from usp.ipc.rendezvous import GroupRendezvous
 from usp.layout import MeshShape, split_counts, split_offsets
-from usp.mesh import make_mesh
 from usp.pipeline import PipelinedExchange
 from usp.ulysses import UlyssesAttention
 
@@ -25,11 +24,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(importlib.util.find_spec("fa3_fwd") is None, reason="needs fa3-fwd"),
 ]
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda")
 
 
 def attention_of(env: RankEnv, tokens: int) -> UlyssesAttention:
-    axis = make_mesh(MeshShape(1, env.world), device_type="cpu").ulysses
+    axis = mesh_of(MeshShape(1, env.world)).ulysses
     exchange = PipelinedExchange(
         tokens,
         axis=axis,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from tests.multi_gpu.ranks import RankEnv
+from tests.multi_gpu.ranks import RankEnv, mesh_of
 from usp.attention import sdpa
 from usp.exchange import CollectiveExchange
 from usp.layout import MeshShape
-from usp.mesh import Mesh, make_mesh
+from usp.mesh import Mesh
 from usp.models.wan.checkpoint.folder import Checkpoint, open_checkpoint
 from usp.models.wan.checkpoint.loader import load_transformer
 from usp.models.wan.clip import Clip
@@ -49,7 +49,7 @@ class Counts:
 
 def run_sampling(env: RankEnv, shape: MeshShape, cases: list[Case]) -> list[tuple[torch.Tensor, Counts]]:
     """Final latents of each case on this mesh, and what this rank did for it."""
-    mesh = make_mesh(shape, device_type="cpu")
+    mesh = mesh_of(shape)
     return [_sampled(case, mesh) for case in cases]
 
 
@@ -65,7 +65,7 @@ def run_forward(
 ) -> torch.Tensor:
     """One unguided prediction for the whole clip."""
     _, model = _load(folder, "high")
-    mesh = make_mesh(shape, device_type="cpu")
+    mesh = mesh_of(shape)
     with _exchange(exchange, clip, mesh) as swap, torch.inference_mode():
         denoiser = _denoiser(clip, model.config, mesh, swap)
         return denoiser.predict(model, latent, timestep=timestep, guidance=1, prompt=Prompt(states, None))

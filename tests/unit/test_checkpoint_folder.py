@@ -198,7 +198,7 @@ def in_subprocess(name: str, *, env: dict[str, str], before: str = "") -> "subpr
     lines = ["from usp.models.wan.checkpoint import hub", before, f"print(hub.resolve_checkpoint({name!r}))"]
     command = [sys.executable, "-c", "\n".join(lines)]
     folder = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=folder, env={"PATH": "", **env}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=folder, env={"PATH": "", **env}, capture_output=True, text=True, timeout=120)
 
 
 def test_without_network_the_message_says_what_to_download(tmp_path: Path) -> None:

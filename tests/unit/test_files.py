@@ -155,7 +155,7 @@ def test_a_read_only_folder_is_refused_before_the_run(tmp_path):
             print(error)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=170, check=True
     )
     assert done.stdout == f"cannot write into the folder {folder}: Permission denied; name another one\n", done.stderr
 

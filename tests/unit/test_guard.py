@@ -59,7 +59,7 @@ def _start(program: str, *arguments: object, **options: object) -> tuple[subproc
     """The process and the id of the one that printed `ready`, which is its child if `program` is PARENT."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-    readable, _, _ = select.select([process.stdout], [], [], 15)
+    readable, _, _ = select.select([process.stdout], [], [], 60)
     assert readable, process.kill()
     word, pid = process.stdout.readline().split()
     assert word == "ready"
@@ -90,8 +90,8 @@ def test_a_signal_ends_a_process_that_is_stuck_in_c(number, tmp_path):
     process, pid = _start(PROGRAM, 0, "single", tmp_path)
     assert (tmp_path / "part.tmp").exists()
     process.send_signal(number)
-    assert _is_gone_within(pid, 3)
-    _, said = process.communicate(timeout=5)
+    assert _is_gone_within(pid, 20)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert said == f"interrupted by {number.name}, while sampling\n"
     assert os.listdir(tmp_path) == []
@@ -100,8 +100,8 @@ def test_a_signal_ends_a_process_that_is_stuck_in_c(number, tmp_path):
 def test_other_ranks_say_nothing(tmp_path):
     process, pid = _start(PROGRAM, 1, "torchrun", tmp_path)
     process.send_signal(signal.SIGINT)
-    assert _is_gone_within(pid, 3)
-    assert process.communicate(timeout=5)[1] == ""
+    assert _is_gone_within(pid, 20)
+    assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 130
 
 
@@ -110,20 +110,20 @@ def test_a_rank_ends_when_its_launcher_was_killed(rank, tmp_path):
     """D22: no worker lives on."""
     parent, pid = _start(PARENT, PROGRAM, rank, "torchrun", tmp_path)
     parent.kill()
-    assert _is_gone_within(pid, 3)
-    assert parent.communicate(timeout=5)[1] == ("the launcher is gone, while sampling\n" if rank == 0 else "")
+    assert _is_gone_within(pid, 20)
+    assert parent.communicate(timeout=60)[1] == ("the launcher is gone, while sampling\n" if rank == 0 else "")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_single_process_outlives_the_shell_that_started_it(tmp_path):
     parent, pid = _start(PARENT, PROGRAM, 0, "single", tmp_path)
     parent.kill()
-    parent.wait(timeout=5)
+    parent.wait(timeout=60)
     time.sleep(1.0)
     assert _state(pid) not in ("Z", None)
     os.kill(pid, signal.SIGTERM)
-    assert _is_gone_within(pid, 3)
-    parent.communicate(timeout=5)
+    assert _is_gone_within(pid, 20)
+    parent.communicate(timeout=60)
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
@@ -134,8 +134,8 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     time.sleep(0.6)
     assert _state(pid) not in ("Z", None)
     process.send_signal(signal.SIGTERM)
-    assert _is_gone_within(pid, 3)
-    process.communicate(timeout=5)
+    assert _is_gone_within(pid, 20)
+    process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -143,8 +143,8 @@ def test_a_write_that_is_cut_short_leaves_nothing(number, tmp_path):
     """D22: not even for SIGKILL, since the data sits in a file without a name until it is whole."""
     process, pid = _start(SAVE, tmp_path)
     process.send_signal(number)
-    assert _is_gone_within(pid, 3)
-    process.communicate(timeout=5)
+    assert _is_gone_within(pid, 20)
+    process.communicate(timeout=60)
     assert os.listdir(tmp_path) == []
 
 
@@ -162,5 +162,5 @@ def test_after_the_guard_signals_are_pythons_again():
         except KeyboardInterrupt:
             print("KeyboardInterrupt")
     """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, check=True)
     assert done.stdout == "KeyboardInterrupt\n", done.stderr

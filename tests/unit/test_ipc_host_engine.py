@@ -15,7 +15,7 @@ from usp.ipc.futex import FUTEX_WAKE_OP, OP_OR, Flags, reached
 from usp.ipc.host_copy import HostCopy
 from usp.ipc.host_engine import HostEngine
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 
 
 @pytest.fixture

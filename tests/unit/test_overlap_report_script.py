@@ -19,7 +19,7 @@ echo "$USP_NVTX $USP_PROFILE_STEPS $*" >> {log}
 def run(*arguments: str, path: str, **environ: str) -> subprocess.CompletedProcess:
     command = ["/bin/bash", str(SCRIPT), *arguments]
     env = {**os.environ, "PATH": path, "PYTHON": sys.executable, **environ}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_all_ranks_are_profiled_at_the_chosen_steps_and_reported(tmp_path):

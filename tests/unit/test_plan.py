@@ -81,11 +81,20 @@ def test_groups_of_all_ranks_partition_the_heads_at_key_value_borders(heads: int
     assert all(g.start * kv_heads == g.kv_start * heads and g.count for g in groups)
 
 
+def test_given_widths_are_every_ranks() -> None:
+    made = plan(2, heads=8, group_widths=(1, 2, 1))
+    assert made.group_widths == ((1, 2, 1), (1, 2, 1))
+    with pytest.raises(ValueError, match="cover 6 of 8"):
+        plan(2, heads=8, group_widths=(1, 2))
+    with pytest.raises(ValueError, match="cover 8 of 7"):
+        plan(2, heads=7, group_widths=(1, 3))
+
+
 def test_the_hash_is_of_every_field_and_of_nothing_else() -> None:
     made = plan()
     fields = "token_counts=(4, 3, 3), num_heads=7, head_dim=8, dtype='bfloat16'"
     program = f"from usp.plan import make_plan; print(make_plan({fields}).hash)"
-    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=20)
+    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     assert elsewhere.stdout.strip() == made.hash
     changed = [replace(made, batch=2), replace(made, prefix=1), replace(made, dtype="float32"), plan(tokens=11)]
     changed += [

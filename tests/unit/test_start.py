@@ -26,7 +26,7 @@ def _python(*arguments: str, folder: Path, **environ: str) -> subprocess.Complet
 
     path = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=30, cwd=folder, env=path, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=folder, env=path, check=False
     )
 
 

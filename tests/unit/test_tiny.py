@@ -66,7 +66,7 @@ def test_sizes_come_from_the_flags(tmp_path: Path) -> None:
     flags += ["--layout=original", "--dtype=bf16", "--defaults", "--size=32*16"]
     script = ROOT / "scripts" / "make_tiny_checkpoint.py"
     command = [sys.executable, str(script), str(tmp_path / "out"), *flags]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=150, capture_output=True)
     checkpoint = open_checkpoint(tmp_path / "out")
     config = checkpoint.high.config
     assert (config.num_layers, config.num_heads, config.head_dim, config.ffn_dim, config.text_dim) == (1, 6, 8, 40, 16)
