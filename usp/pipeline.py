@@ -44,10 +44,10 @@ POLL_S = 0.001
 class PipelinedExchange(CollectiveExchange):
     """Swaps tokens for heads over one mesh axis whose ranks share a host. `with` it, or `close()` it, on every rank.
 
-    `num_groups` overrides the rule for head groups. The first call of a shape, and every change of shape, is collective
-    on the CPU and may enlarge the arena; what an earlier call returned is invalid from then on. In the first step of a
-    shape, or its first call where `at` tells of no steps, the host waits for what the peers send; later calls are only
-    enqueued.
+    `num_groups`, or `group_widths` in key/value heads, overrides the rule for head groups. The first call of a shape,
+    and every change of shape, is collective on the CPU and may enlarge the arena; what an earlier call returned is
+    invalid from then on. In the first step of a shape, or its first call where `at` tells of no steps, the host waits
+    for what the peers send; later calls are only enqueued.
 
     A rank that dies, gives up or strays, and an issued call that is not done within `stall_timeout` seconds, break the
     exchange on every rank: waits are released, and calls and `check` raise PeerLostError, StallError or
@@ -63,6 +63,7 @@ class PipelinedExchange(CollectiveExchange):
         provider: Provider,
         make_engine: Callable[[], Engine],
         num_groups: int | None = None,
+        group_widths: tuple[int, ...] | None = None,
         attend_streams: int = 1,
         stall_timeout: float = STALL_TIMEOUT_S,
         ranges: Ranges | None = None,
@@ -71,7 +72,7 @@ class PipelinedExchange(CollectiveExchange):
         self.ranges = ranges_from(os.environ) if ranges is None else ranges
         self._names = rendezvous.names
         self._who = who(self._names[rendezvous.rank], self._names)
-        self.num_groups, self.attend_streams = num_groups, attend_streams
+        self.num_groups, self.group_widths, self.attend_streams = num_groups, group_widths, attend_streams
         self._provider = provider
         self.engine = _agreed_engine(rendezvous, make_engine)
         self.arena: Arena | None = None
@@ -283,6 +284,7 @@ class PipelinedExchange(CollectiveExchange):
             prefix=prefix_kv[0].shape[1] if prefix_kv else 0,
             suffix=suffix_kv[0].shape[1] if suffix_kv else 0,
             num_groups=self.num_groups,
+            group_widths=self.group_widths,
             direct=writes_out(attention),
             attend_streams=self.attend_streams,
         )

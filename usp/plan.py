@@ -129,16 +129,22 @@ def make_plan(
     dtype: str,
     num_kv_heads: int | None = None,
     num_groups: int | None = None,
+    group_widths: tuple[int, ...] | None = None,
     batch: int = 1,
     prefix: int = 0,
     suffix: int = 0,
     direct: bool = True,
     attend_streams: int = 1,
 ) -> AttentionPlan:
-    """A plan with the usual shares: heads split at key/value heads, groups by `usp.grouping` unless counted here."""
+    """A plan with the usual shares: heads split at key/value heads, groups by `usp.grouping` unless counted here.
+
+    `group_widths` are the key/value heads of each group, where every rank has as many.
+    """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     counts = split_counts(kv_heads, len(token_counts))
-    if num_groups is None:
+    if group_widths is not None:
+        widths = (group_widths,) * len(token_counts)
+    elif num_groups is None:
         tokens, ratio = sum(token_counts), max(1, num_heads // max(1, kv_heads))
         tiles = ratio * batch * -(-tokens // TILE_ROWS)
         most = choose_widths(counts[0], tiles_per_head=tiles, num_tokens=tokens, num_ranks=len(token_counts))

@@ -139,6 +139,7 @@ def make_exchange(
     mesh: Mesh,
     device: torch.device,
     num_groups: int | None = None,
+    group_widths: tuple[int, ...] | None = None,
     stall_timeout: float = STALL_TIMEOUT_S,
 ) -> CollectiveExchange:
     """The exchange of this rank's Ulysses group, for a `with` block; one rank alone needs none. Collective."""
@@ -153,6 +154,7 @@ def make_exchange(
         provider=provider,
         make_engine=make_engine,
         num_groups=num_groups,
+        group_widths=group_widths,
         stall_timeout=stall_timeout,
     )
 
