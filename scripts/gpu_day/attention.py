@@ -1,0 +1,213 @@
+"""One attention call on several ranks: how much of the exchange is exposed, by difference and by trace.
+
+    torchrun --nproc-per-node 2 scripts/gpu_day/attention.py --notes notes.jsonl --out outputs/day
+
+Every grouping is first compared with the sequential path, bit for bit. Then they take turns, each as a whole and with
+its kernels alone: the difference is what is exposed. At the first length, the plan's own grouping is also run with q
+and k filled by a copy after norm and RoPE instead of by them, with polling kernels in place of parked waits, and under
+torch's profiler, whose trace gives the hidden share and the picture OUT/trace.png.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from scripts.gpu_day.exchange import qkv_of
+from scripts.gpu_day.job import STALL_S, Job, job
+from scripts.gpu_day.notes import call_name, groups_name
+from usp.attention import Attention, choose_attention, of_all_ranks
+from usp.execute import Call
+from usp.fill import FillAll, fill_from
+from usp.ipc.rendezvous import GroupRendezvous
+from usp.kernels import kernels_for
+from usp.pipeline import PipelinedExchange
+from usp.ranges import Ranges, record_functions, step_name
+from usp.schedule import Kind
+from usp.trace_calls import calls_of
+from usp.trace_draw import draw_call
+from usp.trace_read import read
+from usp.trace_report import sums, text
+from usp.transport import make_exchange
+from usp.ulysses import UlyssesAttention
+
+WORK = (Kind.FILL, Kind.PLACE, Kind.ATTEND, Kind.KEEP)
+TRACED_CALLS, TRACED_STEP = 4, 1
+EPS = 1e-6
+
+
+class Bench:
+    """Own rows, and exchanges over them that are closed together."""
+
+    def __init__(self, job: Job, tokens: int, attention: Attention, stack: ExitStack) -> None:
+        self.job, self.tokens, self.attention, self.stack = job, tokens, attention, stack
+        self.q, self.k, self.v = qkv_of(job, tokens)
+        self.fill = fill_from(self.q, self.k)
+
+    def attn(self, widths: tuple[int, ...] | None = None, *, ranges: Ranges | None = None) -> UlyssesAttention:
+        here = self.job
+        exchange = make_exchange(
+            here.transport, self.tokens, mesh=here.mesh, device=here.device, group_widths=widths, stall_timeout=STALL_S
+        )
+        if ranges is not None and isinstance(exchange, PipelinedExchange):
+            exchange.ranges = ranges
+        return UlyssesAttention(self.stack.enter_context(exchange), attention=self.attention)
+
+    def call(self, attn: UlyssesAttention, fill: FillAll | None = None) -> torch.Tensor:
+        return attn.filled(self.v, fill or self.fill, num_heads=self.q.shape[2])
+
+    def check(self, attn: UlyssesAttention, what: str) -> None:
+        """Two calls against the sequential path."""
+        wanted = attn.plain(self.q, self.k, self.v)
+        are_equal = [torch.equal(self.call(attn), wanted) for _ in range(2)]
+        self.job.notes.check(f"{what}: equal bits to the sequential path", self.job.all_agree(all(are_equal)))
+
+    def kernels_alone(self, attn: UlyssesAttention) -> Callable[[], None]:
+        """The same call without a copy, a flag or a wait: no rank awaits another."""
+        exchange = attn.exchange
+        assert isinstance(exchange, PipelinedExchange) and exchange.plan is not None
+        executor = exchange._executor(exchange.plan, self.attention)
+        steps = [step for op, step in zip(executor.ops, executor.steps, strict=True) if op.kind in WORK]
+        call = Call(0, self.v, self.fill)
+
+        def run() -> None:
+            for step in steps:
+                step(call)
+
+        return run
+
+
+def compare_groupings(job: Job, tokens: int, attention: Attention) -> None:
+    with ExitStack() as stack:
+        bench = Bench(job, tokens, attention, stack)
+        own = bench.attn()
+        bench.check(own, call_name(tokens, job.ranks, "the plan's own groups"))
+        assert isinstance(own.exchange, PipelinedExchange) and own.exchange.plan is not None
+        chosen = own.exchange.plan.group_widths[0]
+        job.notes.remark(f"the plan's own groups at {tokens:,} tokens: {groups_name(chosen)}")
+        attns = {chosen: own} | {
+            widths: bench.attn(widths) for widths in job.sizes.groupings(job.ranks) if widths != chosen
+        }
+        for widths, attn in attns.items():
+            bench.check(attn, call_name(tokens, job.ranks, f"groups {groups_name(widths)}"))
+        runs: dict[str, Callable[[], object]] = {}
+        for widths, attn in attns.items():
+            name = call_name(tokens, job.ranks, f"call, groups {groups_name(widths)}")
+            runs |= {name: partial(bench.call, attn), f"{name}, kernels alone": bench.kernels_alone(attn)}
+        medians = job.note_times(job.time_in_turns(runs))
+        for name in [name for name in medians if not name.endswith("alone")]:
+            job.notes.measured(f"{name}, exposed", medians[name] - medians[f"{name}, kernels alone"], "ms")
+
+
+def compare_fills(job: Job, tokens: int, attention: Attention) -> None:
+    """norm and RoPE straight into the blocks, or in place with a copy behind them."""
+    with ExitStack() as stack:
+        bench = Bench(job, tokens, attention, stack)
+        attn, kernels = bench.attn(), kernels_for(job.device)
+        weights = [torch.ones(bench.q.shape[2] * bench.q.shape[3], dtype=bench.q.dtype, device=job.device)] * 2
+        angles = torch.rand(bench.q.shape[1], bench.q.shape[3] // 2, device=job.device)
+        norm_rope = partial(kernels.norm_rope, bench.q, bench.k, *weights, angles.cos(), angles.sin(), eps=EPS)
+
+        def unfilled() -> torch.Tensor:
+            return bench.call(attn, fill_from(*norm_rope()))
+
+        def filled() -> torch.Tensor:
+            return bench.call(attn, lambda blocks: norm_rope(blocks=blocks))
+
+        runs = {"norm and RoPE into the blocks": filled, "norm and RoPE, then copied": unfilled}
+        job.note_times(job.time_in_turns(runs), prefix=call_name(tokens, job.ranks, ""))
+
+
+def compare_waits(job: Job, tokens: int, attention: Attention) -> None:
+    if job.transport.name != "ipc" or not job.has_gpu_each:
+        job.notes.remark("polling kernels are compared with where each rank has a GPU")
+        return
+    from scripts.gpu_day.polling import PollingEngine
+    from usp.ipc.cuda import CudaProvider
+
+    with ExitStack() as stack:
+        bench = Bench(job, tokens, attention, stack)
+        polling = PipelinedExchange(
+            tokens,
+            axis=job.mesh.ulysses,
+            rendezvous=GroupRendezvous(job.mesh.ulysses.group),
+            provider=CudaProvider(job.device),
+            make_engine=partial(PollingEngine, job.device),
+            stall_timeout=STALL_S,
+        )
+        attns = {"parked waits": bench.attn()}
+        attns["polling kernels"] = UlyssesAttention(stack.enter_context(polling), attention=attention)
+        for name, attn in attns.items():
+            bench.check(attn, name)
+        runs = {name: partial(bench.call, attn) for name, attn in attns.items()}
+        job.note_times(job.time_in_turns(runs), prefix=call_name(tokens, job.ranks, ""))
+
+
+def trace(job: Job, tokens: int, attention: Attention, out: Path) -> None:
+    """A call's hidden share as torch's profiler saw it, all ranks on one clock, and its picture."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if job.device.type != "cuda":
+        job.notes.remark("the trace shows copies of a GPU")
+        return
+    activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with ExitStack() as stack:
+        bench, ranges = Bench(job, tokens, attention, stack), record_functions()
+        attn = bench.attn(ranges=ranges)
+        assert isinstance(attn.exchange, PipelinedExchange)
+        bench.call(attn)
+        job.meet()
+        with torch.profiler.profile(activities=activities) as profiler:
+            with ranges.range(step_name(TRACED_STEP)):
+                for _ in range(TRACED_CALLS):
+                    bench.call(attn)
+            job.wait()
+        job.meet()
+    file = out / f"trace{job.rank}.json"
+    profiler.export_chrome_trace(str(file))
+    job.meet()
+    if job.rank == 0:
+        report_trace(job, tokens, [out / f"trace{rank}.json" for rank in range(job.ranks)], out / "trace.png")
+
+
+def report_trace(job: Job, tokens: int, files: list[Path], picture: Path) -> None:
+    calls = calls_of([one for file in files for one in read(file)])
+    print(text(calls))
+    shares = [one.overlap.hidden_share or 0.0 for one in sums(calls)]
+    exposed = [one.overlap.exposed / one.num_calls / 1e3 for one in sums(calls)]
+    name = call_name(tokens, job.ranks, "call under the profiler")
+    job.notes.measured(f"{name}, hidden share", min(shares), "", of_ranks=shares)
+    job.notes.measured(f"{name}, exposed", max(exposed), "ms", of_ranks=exposed)
+    draw_call(calls, picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
+    with job(parser) as here:
+        here.flags.out.mkdir(parents=True, exist_ok=True)
+        dtype = getattr(torch, here.sizes.dtype)
+        chosen = choose_attention(
+            here.flags.attention,
+            device=here.device,
+            dtype=dtype,
+            head_dim=here.sizes.head_dim,
+            gather=of_all_ranks,
+        )
+        here.notes.remark(f"attention {chosen.backend.name}: {chosen.reason}")
+        first, *_ = here.sizes.tokens
+        trace(here, first, chosen.backend, here.flags.out)
+        for tokens in here.sizes.tokens:
+            compare_groupings(here, tokens, chosen.backend)
+        compare_fills(here, first, chosen.backend)
+        compare_waits(here, first, chosen.backend)
+
+
+if __name__ == "__main__":
+    main()

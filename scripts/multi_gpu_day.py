@@ -1,0 +1,141 @@
+"""All that several GPUs of one host are to show, in one command and nine minutes: transport, overlap, scaling.
+
+    python scripts/multi_gpu_day.py --out outputs/day
+    python scripts/multi_gpu_day.py --small --minutes 4 --parts exchange attention block    # anywhere, tiny
+
+What the simulator expects is written first. Then the parts run, each a process of its own with a limit of its own: what
+the machine is, whether a flag means that the copy before it is there, the exchange alone, attention calls and a block
+with and without their copies, steps of the real-size model on several meshes, and the tests. Each checks before it
+times; one that fails or hangs ends alone, and what it had found is kept. After every part OUT/day.json and OUT/day.md
+are written anew. NCCL's and torch's variables are left as they are.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.gpu_day.parts import Part, all_parts, run_part
+from scripts.gpu_day.predict import predictions
+from scripts.gpu_day.sizes import sizes_of
+from scripts.gpu_day.table import markdown, misses
+
+ROOT = Path(__file__).resolve().parent.parent
+MESHES = {2: ["1x1", "1x2", "2x1"], 4: ["1x1", "2x2", "1x4"], 8: ["1x1", "2x4", "1x8"]}
+SHORTEST_S = 5.0
+
+
+def count_gpus() -> int:
+    """Without starting CUDA in this process."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def meshes_for(ranks: int, gpus: int) -> list[str]:
+    """Weights of the real size take a GPU for each rank."""
+    return MESHES.get(ranks, ["1x1", f"1x{ranks}"]) if gpus >= ranks else ["1x1"] * (gpus > 0)
+
+
+def run_day(parts: Sequence[Part], report: dict[str, Any], flags: argparse.Namespace) -> None:
+    """Run the parts; what one leaves of its time is there for the others."""
+    ends = time.monotonic() + 60 * flags.minutes
+    extra = ["--small"] if flags.small else []
+    for place, part in enumerate(parts):
+        share = part.share / sum(one.share for one in parts[place:])
+        limit = max(SHORTEST_S, share * (ends - time.monotonic()))
+        print(f"{part.name}: at most {limit:.0f} s", flush=True)
+        outcome = run_part(part, limit_s=limit, out=flags.out, flags=extra)
+        print(f"{part.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.reason[:200]}", flush=True)
+        report["parts"].append(asdict(outcome))
+        write(report, flags.out)
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    (out / "day.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (out / "day.md").write_text(markdown(report), encoding="utf-8")
+
+
+def capture_with_nsys(flags: argparse.Namespace, ranks: int) -> str:
+    """A capture of one step with the packaged model, where nsys is there; what became of it."""
+    if shutil.which("nsys") is None:
+        return "nsys is not on the PATH: no capture"
+    command = ["scripts/profile_overlap.sh", "-n", str(ranks), "-s", "2", "-o", str(flags.out.resolve() / "nsys")]
+    try:
+        done = subprocess.run(
+            [*command, "--", "--cfg_size", "1"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "nsys: more than 90 s"
+    return f"nsys ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = _parser().parse_args(argv)
+    gpus = count_gpus()
+    ranks = flags.ranks or max(2, gpus)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    meshes = flags.meshes or meshes_for(ranks, gpus)
+    pairs = [(int(cfg), int(ulysses)) for cfg, _, ulysses in (mesh.partition("x") for mesh in meshes)]
+    report: dict[str, Any] = {
+        "commit": _commit(),
+        "date": date.today().isoformat(),
+        "command": " ".join(["scripts/multi_gpu_day.py", *(sys.argv[1:] if argv is None else argv)]),
+        "gpus": gpus,
+        "ranks": ranks,
+        "predictions": predictions(sizes_of(small=flags.small), [*pairs, (1, ranks)]),
+        "parts": [],
+    }
+    write(report, flags.out)
+    parts = [one for one in all_parts(ranks, meshes, flags.attention, flags.out) if one.name in flags.parts]
+    if not meshes:
+        parts = [one for one in parts if one.name != "steps"]
+    run_day(parts, report, flags)
+    if gpus:
+        report["nsys"] = capture_with_nsys(flags, ranks)
+    report["misses"] = misses(report)
+    write(report, flags.out)
+    print((flags.out / "day.md").read_text(encoding="utf-8"))
+    return 0 if all(part["status"] == "ok" for part in report["parts"]) else 1
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return (
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+        )
+    except FileNotFoundError:  # no git
+        return "unknown"
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = [part.name for part in all_parts(2, [], "auto", Path())]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
+    parser.add_argument(
+        "--ranks", type=int, help="one per GPU where there are as many (default: as many as GPUs, or 2)"
+    )
+    parser.add_argument("--minutes", type=float, default=8.5, help="of all parts together (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--meshes", nargs="+", metavar="CFGxULYSSES", help="of the steps (default: by ranks)")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: does it run?")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
