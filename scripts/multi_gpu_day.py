@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = count_gpus()
     ranks = flags.ranks or max(2, gpus)
     flags.out.mkdir(parents=True, exist_ok=True)
-    meshes = flags.meshes or meshes_for(ranks, gpus)
+    meshes = flags.meshes or meshes_for(ranks, ranks if flags.predict else gpus)
     pairs = [(int(cfg), int(ulysses)) for cfg, _, ulysses in (mesh.partition("x") for mesh in meshes)]
     report: dict[str, Any] = {
         "commit": _commit(),
@@ -98,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parts": [],
     }
     write(report, flags.out)
+    if flags.predict:
+        print((flags.out / "day.md").read_text(encoding="utf-8"))
+        return 0
     parts = [one for one in all_parts(ranks, meshes, flags.attention, flags.out) if one.name in flags.parts]
     if not meshes:
         parts = [one for one in parts if one.name != "steps"]
@@ -133,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--meshes", nargs="+", metavar="CFGxULYSSES", help="of the steps (default: by ranks)")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--predict", action="store_true", help="only write what is expected")
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run?")
     return parser
 

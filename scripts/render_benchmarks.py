@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.gpu_day import table as day
 from usp.sheet import Sheet, text_width
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -28,6 +29,9 @@ def markdown(reports: Sequence[tuple[Path, Record]]) -> str:
     lines += ["anew on the GPU at hand; `docs/log.md` has what was tried. A part that is missing was not run.", ""]
     lines += ["![blocks](benchmarks.png)", ""]
     for path, report in reports:
+        if "parts" in report:
+            lines += [f"## {path.stem}", "", day.markdown(report), ""]
+            continue
         lines += [f"## {path.stem}", "", f"{about(report)}", ""]
         lines += [f"{report['note']}", ""] if "note" in report else []
         failures = report.get("failures", [])
@@ -115,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [Path(one) for one in (sys.argv[1:] if argv is None else argv)]
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
     (DOCS / "benchmarks.md").write_text(markdown(reports), encoding="utf-8")
-    blocks = [one for _, report in reports for one in report["records"] if "floor_ms" in one]
+    blocks = [one for _, report in reports for one in report.get("records", []) if "floor_ms" in one]
     if blocks:
         chart(blocks, DOCS / "benchmarks.png")
     return 0

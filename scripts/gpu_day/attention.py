@@ -4,8 +4,8 @@
 
 Every grouping is first compared with the sequential path, bit for bit. Then they take turns, each as a whole and with
 its kernels alone: the difference is what is exposed. At the first length, the plan's own grouping is also run with q
-and k filled by a copy after norm and RoPE instead of by them, with polling kernels in place of parked waits, and under
-torch's profiler, whose trace gives the hidden share and the picture OUT/trace.png.
+and k filled by a copy after norm and RoPE instead of by them, and with polling kernels in place of parked waits; and
+every grouping under torch's profiler, whose trace gives the hidden share.
 """
 
 import argparse
@@ -21,24 +21,22 @@ import torch
 
 from scripts.gpu_day.exchange import qkv_of
 from scripts.gpu_day.job import STALL_S, Job, job
-from scripts.gpu_day.notes import call_name, groups_name
+from scripts.gpu_day.notes import call_name
+from scripts.gpu_day.predict import plans_for
+from scripts.gpu_day.trace import RANGES, trace
 from usp.attention import Attention, choose_attention, of_all_ranks
 from usp.execute import Call
 from usp.fill import FillAll, fill_from
 from usp.ipc.rendezvous import GroupRendezvous
 from usp.kernels import kernels_for
 from usp.pipeline import PipelinedExchange
-from usp.ranges import Ranges, record_functions, step_name
+from usp.ranges import Ranges
 from usp.schedule import Kind
-from usp.trace_calls import calls_of
-from usp.trace_draw import draw_call
-from usp.trace_read import read
-from usp.trace_report import sums, text
+from usp.tables import describe_groups
 from usp.transport import make_exchange
 from usp.ulysses import UlyssesAttention
 
 WORK = (Kind.FILL, Kind.PLACE, Kind.ATTEND, Kind.KEEP)
-TRACED_CALLS, TRACED_STEP = 4, 1
 EPS = 1e-6
 
 
@@ -85,24 +83,21 @@ class Bench:
 
 def compare_groupings(job: Job, tokens: int, attention: Attention) -> None:
     with ExitStack() as stack:
-        bench = Bench(job, tokens, attention, stack)
-        own = bench.attn()
-        bench.check(own, call_name(tokens, job.ranks, "the plan's own groups"))
-        assert isinstance(own.exchange, PipelinedExchange) and own.exchange.plan is not None
-        chosen = own.exchange.plan.group_widths[0]
-        job.notes.remark(f"the plan's own groups at {tokens:,} tokens: {groups_name(chosen)}")
-        attns = {chosen: own} | {
-            widths: bench.attn(widths) for widths in job.sizes.groupings(job.ranks) if widths != chosen
-        }
-        for widths, attn in attns.items():
-            bench.check(attn, call_name(tokens, job.ranks, f"groups {groups_name(widths)}"))
-        runs: dict[str, Callable[[], object]] = {}
-        for widths, attn in attns.items():
-            name = call_name(tokens, job.ranks, f"call, groups {groups_name(widths)}")
+        bench, runs = Bench(job, tokens, attention, stack), {}
+        for name, widths in groupings(job, tokens).items():
+            attn = bench.attn(widths)
+            bench.check(attn, name)
             runs |= {name: partial(bench.call, attn), f"{name}, kernels alone": bench.kernels_alone(attn)}
         medians = job.note_times(job.time_in_turns(runs))
-        for name in [name for name in medians if not name.endswith("alone")]:
-            job.notes.measured(f"{name}, exposed", medians[name] - medians[f"{name}, kernels alone"], "ms")
+    for name in groupings(job, tokens):
+        job.notes.measured(f"{name}, exposed", medians[name] - medians[f"{name}, kernels alone"], "ms")
+
+
+def groupings(job: Job, tokens: int) -> dict[str, tuple[int, ...] | None]:
+    """By the name of its prediction; None is the plan's own rule, which also knows ranks with fewer heads."""
+    own, *others = plans_for(job.sizes, tokens, job.ranks)
+    names = [call_name(tokens, job.ranks, f"call, groups {describe_groups(plan)}") for plan in (own, *others)]
+    return dict(zip(names, [None, *(plan.group_widths[0] for plan in others)], strict=True))
 
 
 def compare_fills(job: Job, tokens: int, attention: Attention) -> None:
@@ -149,41 +144,14 @@ def compare_waits(job: Job, tokens: int, attention: Attention) -> None:
         job.note_times(job.time_in_turns(runs), prefix=call_name(tokens, job.ranks, ""))
 
 
-def trace(job: Job, tokens: int, attention: Attention, out: Path) -> None:
-    """A call's hidden share as torch's profiler saw it, all ranks on one clock, and its picture."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if job.device.type != "cuda":
-        job.notes.remark("the trace shows copies of a GPU")
-        return
-    activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with ExitStack() as stack:
-        bench, ranges = Bench(job, tokens, attention, stack), record_functions()
-        attn = bench.attn(ranges=ranges)
-        assert isinstance(attn.exchange, PipelinedExchange)
-        bench.call(attn)
-        job.meet()
-        with torch.profiler.profile(activities=activities) as profiler:
-            with ranges.range(step_name(TRACED_STEP)):
-                for _ in range(TRACED_CALLS):
-                    bench.call(attn)
-            job.wait()
-        job.meet()
-    file = out / f"trace{job.rank}.json"
-    profiler.export_chrome_trace(str(file))
-    job.meet()
-    if job.rank == 0:
-        report_trace(job, tokens, [out / f"trace{rank}.json" for rank in range(job.ranks)], out / "trace.png")
-
-
-def report_trace(job: Job, tokens: int, files: list[Path], picture: Path) -> None:
-    calls = calls_of([one for file in files for one in read(file)])
-    print(text(calls))
-    shares = [one.overlap.hidden_share or 0.0 for one in sums(calls)]
-    exposed = [one.overlap.exposed / one.num_calls / 1e3 for one in sums(calls)]
-    name = call_name(tokens, job.ranks, "call under the profiler")
-    job.notes.measured(f"{name}, hidden share", min(shares), "", of_ranks=shares)
-    job.notes.measured(f"{name}, exposed", max(exposed), "ms", of_ranks=exposed)
-    draw_call(calls, picture)
+def trace_groupings(job: Job, tokens: int, attention: Attention, folder: Path) -> None:
+    """One exchange at a time: those with ranges are others than those that are timed."""
+    for name, widths in groupings(job, tokens).items():
+        with ExitStack() as stack:
+            bench = Bench(job, tokens, attention, stack)
+            attn = bench.attn(widths, ranges=RANGES)
+            bench.call(attn)
+            trace(job, partial(bench.call, attn), name, folder)
 
 
 def main() -> None:
@@ -202,11 +170,11 @@ def main() -> None:
         )
         here.notes.remark(f"attention {chosen.backend.name}: {chosen.reason}")
         first, *_ = here.sizes.tokens
-        trace(here, first, chosen.backend, here.flags.out)
         for tokens in here.sizes.tokens:
             compare_groupings(here, tokens, chosen.backend)
         compare_fills(here, first, chosen.backend)
         compare_waits(here, first, chosen.backend)
+        trace_groupings(here, first, chosen.backend, here.flags.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One block of Wan A14B on several ranks, and the same block without a copy: the exposed share of its time.
 
-    torchrun --nproc-per-node 2 scripts/gpu_day/block.py --notes notes.jsonl
+    torchrun --nproc-per-node 2 scripts/gpu_day/block.py --notes notes.jsonl --out outputs/day
 
 Random weights. First the block's rows are compared with those over the collective exchange, bit for bit. Then the block
-takes turns with itself where attention's call runs its kernels alone: no copy, no flag, no wait.
+takes turns with itself where attention's call runs its kernels alone: no copy, no flag, no wait. Last it runs under
+torch's profiler: OUT/trace.png is its attention call at the first length.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from real_size_steps import random_expert
 from scripts.gpu_day.attention import WORK
 from scripts.gpu_day.job import STALL_S, Job, job
 from scripts.gpu_day.notes import call_name
+from scripts.gpu_day.trace import RANGES, trace
 from usp.attention import Attention, choose_attention, of_all_ranks
 from usp.exchange import CollectiveExchange
 from usp.execute import Call
@@ -106,12 +108,26 @@ def measure(job: Job, tokens: int, attention: Attention) -> None:
         medians = job.note_times(job.time_in_turns(runs))
     share = 1 - medians[f"{name}, without copies"] / medians[name]
     job.notes.measured(f"{name}, exposed share", share, "")
+    if tokens == job.sizes.tokens[0]:
+        trace_block(job, tokens, bench)
+
+
+def trace_block(job: Job, tokens: int, bench: Bench) -> None:
+    exchange = make_exchange(job.transport, tokens, mesh=job.mesh, device=job.device, stall_timeout=STALL_S)
+    with exchange:
+        if isinstance(exchange, PipelinedExchange):
+            exchange.ranges = RANGES
+        run = partial(bench.run, UlyssesAttention(exchange, attention=bench.attention))
+        run()
+        trace(job, run, call_name(tokens, job.ranks, "call in a block"), job.flags.out, picture=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
     with job(parser) as here:
+        here.flags.out.mkdir(parents=True, exist_ok=True)
         head_dim = here.sizes.head_dim
         chosen = choose_attention(
             here.flags.attention, device=here.device, dtype=DTYPE, head_dim=head_dim, gather=of_all_ranks

@@ -5,7 +5,6 @@ why a thing was not done. Used by every part, and by the day that reads them.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,3 @@ def read_notes(path: Path) -> list[Note]:
 def call_name(tokens: int, ranks: int, what: str) -> str:
     """What a call of attention is filed under, predicted or measured."""
     return f"P={ranks}, {tokens:,} tokens: {what}"
-
-
-def groups_name(widths: tuple[int, ...]) -> str:
-    return "-".join(map(str, widths))
-
-
-def measurements(notes: list[Note]) -> Mapping[str, Note]:
-    return {note["name"]: note for note in notes if "name" in note}

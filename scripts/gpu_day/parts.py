@@ -42,14 +42,14 @@ def all_parts(ranks: int, meshes: Sequence[str], attention: str, out: Path) -> l
     """In the order in which they run: what all else rests on first, what takes longest last."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     here = "scripts/gpu_day"
-    choice = ("--attention", attention)
+    choice, folder = ("--attention", attention), str(out.resolve())
     numbers = tuple(str(one) for one in sorted({2, 3, ranks}))  # the fault tests have three ranks
     return [
         Part("machine", 0.05, (sys.executable, f"{here}/machine.py")),
         Part("litmus", 0.08, (*launcher, f"{here}/litmus.py")),
         Part("exchange", 0.09, (*launcher, f"{here}/exchange.py")),
-        Part("attention", 0.15, (*launcher, f"{here}/attention.py", *choice, "--out", str(out))),
-        Part("block", 0.09, (*launcher, f"{here}/block.py", *choice)),
+        Part("attention", 0.15, (*launcher, f"{here}/attention.py", *choice, "--out", folder)),
+        Part("block", 0.09, (*launcher, f"{here}/block.py", *choice, "--out", folder)),
         Part("steps", 0.33, (sys.executable, f"{here}/steps.py", *choice, "--meshes", *meshes)),
         Part("tests", 0.21, (sys.executable, f"{here}/suites.py", "--ranks", *numbers)),
     ]

@@ -7,13 +7,14 @@ tokens, 64.0 ms and 4.97 s at 32,760.
 
 from collections.abc import Iterator
 
-from scripts.gpu_day.notes import Note, call_name, groups_name
+from scripts.gpu_day.notes import Note, call_name
 from scripts.gpu_day.sizes import SIZES_480P, SIZES_720P, Sizes
 from usp.costs import Costs
 from usp.layout import split_counts
 from usp.overlap import Overlap
 from usp.plan import AttentionPlan, make_plan
 from usp.simulate import simulate
+from usp.tables import describe_groups
 
 BLOCK_MS = {SIZES_720P: 247.3, SIZES_480P: 64.0}
 STEP_S = {SIZES_720P: 19.55, SIZES_480P: 4.97}
@@ -44,6 +45,13 @@ def plan_for(sizes: Sizes, tokens: int, ranks: int, widths: tuple[int, ...] | No
     )
 
 
+def plans_for(sizes: Sizes, tokens: int, ranks: int) -> list[AttentionPlan]:
+    """With the groups of the plan's own rule first, then those that are compared with it."""
+    own = plan_for(sizes, tokens, ranks)
+    others = [widths for widths in sizes.groupings(ranks) if widths != own.group_widths[0]]
+    return [own, *(plan_for(sizes, tokens, ranks, widths) for widths in others)]
+
+
 def expected(plan: AttentionPlan, costs: Costs | None = None) -> Overlap:
     """Of the slowest rank in the last call of several."""
     timeline = simulate(plan, costs or Costs(), calls=CALLS)
@@ -53,15 +61,14 @@ def expected(plan: AttentionPlan, costs: Costs | None = None) -> Overlap:
 def _calls(sizes: Sizes, tokens: int, ranks: int) -> Iterator[tuple[str, Note]]:
     alone = expected(plan_for(sizes, tokens, ranks), Costs(measured=NO_ATTENTION))
     yield _ms(call_name(tokens, ranks, "exchange alone, pipelined"), alone.total)
-    own = plan_for(sizes, tokens, ranks)
-    for widths in dict.fromkeys([own.group_widths[0], *sizes.groupings(ranks)]):
-        overlap = expected(plan_for(sizes, tokens, ranks, widths))
-        name = call_name(tokens, ranks, f"call, groups {groups_name(widths)}")
+    for plan in plans_for(sizes, tokens, ranks):
+        overlap = expected(plan)
+        name = call_name(tokens, ranks, f"call, groups {describe_groups(plan)}")
         yield _ms(name, overlap.total)
         yield _ms(f"{name}, exposed", overlap.exposed)
         yield _share(f"{name}, hidden share", overlap.hidden_share or 0.0)
     if tokens in BLOCK_MS:
-        exposed = expected(own).exposed / 1e3
+        exposed = expected(plan_for(sizes, tokens, ranks)).exposed / 1e3
         name = call_name(tokens, ranks, "block, exposed share")
         yield _share(name, exposed / (BLOCK_MS[tokens] / ranks + exposed))
 
