@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench_kernels import commit, versions
+from bench_kernels import versions
 from kernel_designs.timing import Timing, time_alternating
+from scripts.git_commit import commit_here
 from usp.attention import choose_attention
 from usp.kernels import kernels_for
 from usp.models.wan.config import TransformerConfig
@@ -296,7 +297,7 @@ def _summary(timing: Timing) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     chosen = choose_attention(flags.attention, device=DEVICE, dtype=BF16, head_dim=HEAD_DIM)
-    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit(), "command": sys.argv}
+    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit_here(), "command": sys.argv}
     records = []
     with torch.inference_mode():
         for tokens in flags.tokens:

@@ -11,7 +11,6 @@ and % of copy count the rows read and written, not weights and tables.
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from kernel_designs.workloads import (
     place_workload,
     residual_workload,
 )
+from scripts.git_commit import commit_here
 from usp.kernels import Kernels, kernels_for
 
 RANKS = ((37_800, 4, 2), (18_900, 2, 4), (9_450, 1, 8))  # rows, heads a run and ranks, of 75,600 tokens
@@ -146,12 +146,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
 def table(records: list[Record]) -> str:
     lines = [f"{'shape':54} {'':46} {'us':>8} {'p10':>8} {'p90':>8} {'GB/s':>6} {'% copy':>7} {'ratio':>6}  differing"]
     lines += [
@@ -172,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, make in design_sets(kernels) if flags.designs else ():
         if flags.only in (None, kind):
             records += attempt(lambda make=make: measure_designs(make(), flags.repeats), failures)
-    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit(), "command": sys.argv}
+    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit_here(), "command": sys.argv}
     if flags.json:
         flags.json.write_text(
             json.dumps(about | {"records": records, "failures": failures}, indent=1), encoding="utf-8"

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from bench_block import attending_with, peak_memory
-from bench_kernels import commit, versions
+from bench_kernels import versions
 from kernel_designs.timing import time_alternating
 from real_size_steps import random_expert
+from scripts.git_commit import commit_here
 from usp.attention import choose_attention
 from usp.exchange import CollectiveExchange
 from usp.layout import MeshShape
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in flags.size:
             records.append(measure(flags, size, model, chosen.backend))
             print(json.dumps(records[-1], indent=1), flush=True)
-    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit(), "command": sys.argv}
+    about = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "commit": commit_here(), "command": sys.argv}
     if flags.json:
         flags.json.write_text(json.dumps({**about, "attention": chosen.reason, "records": records}, indent=1))
     dist.destroy_process_group()

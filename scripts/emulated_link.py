@@ -12,7 +12,6 @@ Writes report.json, durations.json (for python -m usp.simulate --measured), trac
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from scripts.git_commit import commit_here
 from usp.attention import choose_attention
 from usp.costs import ARRIVALS, COPIES, Costs, key
 from usp.draw import draw
@@ -266,15 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traced = [one.overlap.inner_hidden_share for one in sums(calls)]
             found["traced_inner_hidden_share"] = traced
     found |= {"plan": describe(plan), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    found |= {"attention": chosen.reason, "commit": _commit(), "command": " ".join(sys.argv)}
+    found |= {"attention": chosen.reason, "commit": commit_here(), "command": " ".join(sys.argv)}
     (flags.out / "report.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
     return 0
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.git_commit import commit_here
 from scripts.gpu_day.parts import Part, all_parts, run_part
 from scripts.gpu_day.predict import predictions
 from scripts.gpu_day.sizes import sizes_of
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     meshes = flags.meshes or meshes_for(ranks, ranks if flags.predict else gpus)
     pairs = [(int(cfg), int(ulysses)) for cfg, _, ulysses in (mesh.partition("x") for mesh in meshes)]
     report: dict[str, Any] = {
-        "commit": _commit(),
+        "commit": commit_here(),
         "date": date.today().isoformat(),
         "command": " ".join(["scripts/multi_gpu_day.py", *(sys.argv[1:] if argv is None else argv)]),
         "gpus": gpus,
@@ -111,16 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(report, flags.out)
     print((flags.out / "day.md").read_text(encoding="utf-8"))
     return 0 if all(part["status"] == "ok" for part in report["parts"]) else 1
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return (
-            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-        )
-    except FileNotFoundError:  # no git
-        return "unknown"
 
 
 def _parser() -> argparse.ArgumentParser:

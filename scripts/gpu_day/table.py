@@ -43,7 +43,7 @@ GOALS = (
 
 
 def markdown(report: Report) -> str:
-    sections = (_head, _goals, _measured, _slower, _checks, _rest)
+    sections = (_head, _goals, _measured, _slower, _checks, _rest) if report["parts"] else (_expected,)
     return "\n".join([line for section in sections for line in section(report)] + [""])
 
 
@@ -76,6 +76,14 @@ def _head(report: Report) -> Iterator[str]:
         reason = part["reason"].replace("|", "/")[:300]
         yield f"| {part['name']} | {part['status']} | {part['seconds']:.0f} | {reason} |"
     yield ""
+
+
+def _expected(report: Report) -> Iterator[str]:
+    yield f"Not run yet. What the simulator expects (`{report['command']}`, {report['date']}):"
+    yield ""
+    yield "| | predicted |"
+    yield "|---|---|"
+    yield from (f"| {name} | {_value(note)} |" for name, note in report["predictions"].items())
 
 
 def _goals(report: Report) -> Iterator[str]:

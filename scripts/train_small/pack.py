@@ -5,7 +5,6 @@ Weights are fp16: none of them is large, and it keeps three bits more than bf16.
 
 import json
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,12 +122,3 @@ def _write_weights(file: Path, weights: Mapping[str, torch.Tensor]) -> None:
 
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def commit_here() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git
-        return "unknown"
-    return done.stdout.strip() or "unknown"

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
+from scripts.git_commit import commit_here
 from scripts.train_small.captions import caption
 from scripts.train_small.data import draw_clips, draw_scenes
 from scripts.train_small.device import pick_device
 from scripts.train_small.evaluate import evaluate, shares
 from scripts.train_small.judge import judge
-from scripts.train_small.pack import commit_here, pack
+from scripts.train_small.pack import pack
 from scripts.train_small.settings import FULL, SHARES, SMOKE, Settings
 from scripts.train_small.sheets import clip_sheet, plot_losses
 from scripts.train_small.world import all_combinations
