@@ -104,10 +104,15 @@ class Ranks:
         return False, f"no answer; alive: {process.is_alive()}, exit code: {process.exitcode}"
 
 
+def new_mesh(shape: MeshShape) -> Mesh:
+    """For bodies that fail on some ranks: what they leave half done on a group is nobody else's."""
+    return make_mesh(shape, device_type="cuda" if _has_gpu_each(shape.world) else "cpu")
+
+
 @cache
 def mesh_of(shape: MeshShape) -> Mesh:
     """The mesh of a rank's process, made once: every group keeps threads that wake a hundred times a second."""
-    return make_mesh(shape, device_type="cuda" if _has_gpu_each(shape.world) else "cpu")
+    return new_mesh(shape)
 
 
 def _has_gpu_each(world: int) -> bool:

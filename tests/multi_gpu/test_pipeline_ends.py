@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import RankEnv, Ranks, mesh_of
+from tests.multi_gpu.ranks import RankEnv, Ranks, new_mesh
 from tests.multi_gpu.test_pipeline import Shape, each_head, inputs, pipelined
 from usp.execute import Executor
 from usp.fill import fill_from
@@ -36,7 +36,7 @@ LIMIT_S = 10.0
 
 
 def axis_of(env: RankEnv, cfg: int = 1) -> Axis:
-    return mesh_of(MeshShape(cfg, env.world // cfg)).ulysses
+    return new_mesh(MeshShape(cfg, env.world // cfg)).ulysses
 
 
 def told(body: Callable[[], object]) -> tuple[str, float]:

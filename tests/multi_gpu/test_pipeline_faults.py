@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import RankEnv, Ranks, mesh_of
+from tests.multi_gpu.ranks import RankEnv, Ranks, new_mesh
 from tests.multi_gpu.test_pipeline import Shape, each_head, inputs, on_host_engine, pipelined
 from usp.execute import Executor
 from usp.ipc.control import PAGE_NBYTES
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def run_into_fault(env: RankEnv, fault: Fault) -> Outcome:
-    axis = mesh_of(MeshShape(1, env.world)).ulysses
+    axis = new_mesh(MeshShape(1, env.world)).ulysses
     before = held_before(env, axis)
     what_happened = call_into_fault(env, axis, fault)
     return Outcome(*what_happened, left(env, before))
@@ -256,7 +256,7 @@ def test_what_is_awaited_is_told_of_the_lost_rank_although_others_are_late_too(f
 
 def use_and_keep(env: RankEnv) -> tuple[list[str], int, int, list[str]]:
     """What is held while an exchange is open, arenas then and after close, and what is left when nobody has it."""
-    axis = mesh_of(MeshShape(1, env.world)).ulysses
+    axis = new_mesh(MeshShape(1, env.world)).ulysses
     before = held_before(env, axis)
     attn = pipelined(env, axis, SHAPE)
     with attn.exchange:
@@ -292,7 +292,7 @@ def lose_a_rank(env: RankEnv, release: Callable[..., bool] | None) -> bool:
 
     Rank 2's last signal of call 3 comes after rank 0 was poisoned, and before rank 0 is at its wait for call 4.
     """
-    axis = mesh_of(MeshShape(1, env.world)).ulysses
+    axis = new_mesh(MeshShape(1, env.world)).ulysses
     slow, pauses = threading.Event(), {(0, "main"): 0.04, (2, "copy"): 0.02}
     attn = pipelined(
         env,
@@ -344,7 +344,7 @@ def test_nothing_but_repeated_poison_frees_a_rank_whose_peer_died(fresh_ranks, r
 
 def run_apart(env: RankEnv) -> str:
     """Rank 1 comes to a known plan while the others come to a new one."""
-    axis = mesh_of(MeshShape(1, env.world)).ulysses
+    axis = new_mesh(MeshShape(1, env.world)).ulysses
     attn = pipelined(env, axis, SHAPE)
     generator = torch.Generator().manual_seed(0)
     said = "nothing"
