@@ -25,14 +25,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.git_commit import commit_here
-from scripts.gpu_day.parts import Part, all_parts, run_part
+from scripts.gpu_day.parts import Part, all_parts, run_marked, run_part
 from scripts.gpu_day.predict import predictions
 from scripts.gpu_day.sizes import sizes_of
 from scripts.gpu_day.table import markdown, misses
 
 ROOT = Path(__file__).resolve().parent.parent
 MESHES = {2: ["1x1", "1x2", "2x1"], 4: ["1x1", "2x2", "1x4"], 8: ["1x1", "2x4", "1x8"]}
-SHORTEST_S = 5.0
+SHORTEST_S, WARM_UP_S = 5.0, 60.0
 
 
 def count_gpus() -> int:
@@ -49,9 +49,8 @@ def meshes_for(ranks: int, gpus: int) -> list[str]:
     return MESHES.get(ranks, ["1x1", f"1x{ranks}"]) if gpus >= ranks else ["1x1"] * (gpus > 0)
 
 
-def run_day(parts: Sequence[Part], report: dict[str, Any], flags: argparse.Namespace) -> None:
+def run_day(parts: Sequence[Part], report: dict[str, Any], flags: argparse.Namespace, ends: float) -> None:
     """Run the parts; what one leaves of its time is there for the others."""
-    ends = time.monotonic() + 60 * flags.minutes
     extra = ["--small"] if flags.small else []
     for place, part in enumerate(parts):
         share = part.share / sum(one.share for one in parts[place:])
@@ -68,18 +67,23 @@ def write(report: dict[str, Any], out: Path) -> None:
     (out / "day.md").write_text(markdown(report), encoding="utf-8")
 
 
-def capture_with_nsys(flags: argparse.Namespace, ranks: int) -> str:
+def warm_up(out: Path) -> None:
+    """A bare machine reads libraries from its disk and starts its GPUs: no part's time."""
+    program = "import torch, triton; [torch.empty(1, device=one) for one in range(torch.cuda.device_count())]"
+    code, seconds = run_marked([sys.executable, "-c", program], limit_s=WARM_UP_S, log=out / "warm_up.log")
+    print(f"warm-up: {seconds:.0f} s, exit code {code}", flush=True)
+
+
+def capture_with_nsys(flags: argparse.Namespace, ranks: int, limit_s: float) -> str:
     """A capture of one step with the packaged model, where nsys is there; what became of it."""
     if shutil.which("nsys") is None:
         return "nsys is not on the PATH: no capture"
+    if limit_s < SHORTEST_S:
+        return "no time was left for nsys"
     command = ["scripts/profile_overlap.sh", "-n", str(ranks), "-s", "2", "-o", str(flags.out.resolve() / "nsys")]
-    try:
-        done = subprocess.run(
-            [*command, "--", "--cfg_size", "1"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "nsys: more than 90 s"
-    return f"nsys ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+    log = flags.out / "nsys.log"
+    code, seconds = run_marked([*command, "--", "--cfg_size", "1"], limit_s=limit_s, log=log, PYTHON=sys.executable)
+    return f"nsys ended with {code} after {seconds:.0f} s; {log}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": " ".join(["scripts/multi_gpu_day.py", *(sys.argv[1:] if argv is None else argv)]),
         "gpus": gpus,
         "ranks": ranks,
-        "predictions": predictions(sizes_of(small=flags.small), [*pairs, (1, ranks)]),
+        "predictions": predictions(sizes_of(small=flags.small), ranks_of_calls={2, ranks}, meshes=pairs),
         "parts": [],
     }
     write(report, flags.out)
@@ -105,9 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [one for one in all_parts(ranks, meshes, flags.attention, flags.out) if one.name in flags.parts]
     if not meshes:
         parts = [one for one in parts if one.name != "steps"]
-    run_day(parts, report, flags)
     if gpus:
-        report["nsys"] = capture_with_nsys(flags, ranks)
+        warm_up(flags.out)
+    ends = time.monotonic() + 60 * flags.minutes
+    run_day(parts, report, flags, ends)
+    if gpus:
+        report["nsys"] = capture_with_nsys(flags, ranks, ends - time.monotonic())
     report["misses"] = misses(report)
     write(report, flags.out)
     print((flags.out / "day.md").read_text(encoding="utf-8"))
@@ -115,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = [part.name for part in all_parts(2, [], "auto", Path())]
+    names = [part.name for part in all_parts(4, [], "auto", Path())]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -111,12 +111,24 @@ def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             rendezvous.barrier()
-            found = [int(arena.view(peer, 0, (1,), torch.int64)) for peer in range(size)]
-            rendezvous.barrier()
+            found = agreed(rendezvous, lambda: [_probed(arena, peer, device) for peer in range(size)])
     except SetupError as error:
         return str(error)
     wrong = [peer for peer, value in enumerate(found) if value != PROBE + peer]
     return f"rank {mesh.rank} does not see what ranks {wrong} of its group wrote" if wrong else no_kernel
+
+
+def _probed(arena: Arena, peer: int, device: torch.device) -> int:
+    """What lies first in a peer's memory; on GPUs read by a copy from its address, as the exchange uses it: torch may
+    not know the device of a peer that this process does not see."""
+    if device.type != "cuda":
+        return int(arena.view(peer, 0, (1,), torch.int64))
+    from usp.ipc.driver import call, load_driver
+
+    word = torch.zeros(1, dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    call(load_driver().cuMemcpy, word.data_ptr(), arena.base[peer], word.nbytes)
+    return int(word)
 
 
 def _why_no_kernel(device: torch.device) -> str | None:

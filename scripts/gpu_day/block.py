@@ -108,16 +108,15 @@ def measure(job: Job, tokens: int, attention: Attention) -> None:
         medians = job.note_times(job.time_in_turns(runs))
     share = 1 - medians[f"{name}, without copies"] / medians[name]
     job.notes.measured(f"{name}, exposed share", share, "")
-    if tokens == job.sizes.tokens[0]:
-        trace_block(job, tokens, bench)
 
 
-def trace_block(job: Job, tokens: int, bench: Bench) -> None:
+def trace_block(job: Job, tokens: int, attention: Attention) -> None:
+    bench = Bench(job, tokens, attention)
     exchange = make_exchange(job.transport, tokens, mesh=job.mesh, device=job.device, stall_timeout=STALL_S)
     with exchange:
         if isinstance(exchange, PipelinedExchange):
             exchange.ranges = RANGES
-        run = partial(bench.run, UlyssesAttention(exchange, attention=bench.attention))
+        run = partial(bench.run, UlyssesAttention(exchange, attention=attention))
         run()
         trace(job, run, call_name(tokens, job.ranks, "call in a block"), job.flags.out, picture=True)
 
@@ -134,6 +133,7 @@ def main() -> None:
         )
         for tokens in here.sizes.tokens:
             measure(here, tokens, chosen.backend)
+        trace_block(here, here.sizes.tokens[0], chosen.backend)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 First every contender's result is compared with plain slicing: attention is q + k + v of a head's rows, so own rows are
 known without any exchange. Then they take turns with an attention that does nothing. `one group` is ours, everything
-sent, then everything returned; `collectives` is three all-to-alls out and one back with the permutes that they need,
-over NCCL where each rank has a GPU; FlashInfer's communicator runs where it is installed.
+sent, then everything returned; `collectives` is three all-to-alls out and one back, over NCCL where each rank has a
+GPU, as our fallback does them for shares of any size; `collectives, one permute` is the least that equal shares need.
+FlashInfer's communicator runs where it is installed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.distributed as dist
 
 from scripts.gpu_day.job import STALL_S, Job, job
 from scripts.gpu_day.notes import call_name
@@ -27,6 +29,7 @@ from usp.transport import make_exchange
 from usp.ulysses import UlyssesAttention
 
 Call = Callable[[], torch.Tensor]
+CALLS = 10
 
 
 class Sum:
@@ -76,6 +79,9 @@ def contenders(job: Job, tokens: int, stack: ExitStack, attention: object) -> di
         "exchange alone, one group": ours(1),
         f"exchange alone, collectives over {job.transport.collectives}": lambda: collective.plain(q, k, v),
     }
+    lean = lean_call(job, q, k, v, attention)
+    if lean is not None:
+        found[f"exchange alone, collectives over {job.transport.collectives}, one permute"] = lean
     theirs = flashinfer_call(job, q, k, v, stack, attention)
     if theirs is not None:
         found["exchange alone, FlashInfer's communicator"] = theirs
@@ -91,11 +97,38 @@ def check_sum(job: Job, name: str, call: Call, wanted: torch.Tensor) -> None:
     job.notes.check(f"{name}: own rows of every head equal plain slicing", job.all_agree(all(are_equal)))
 
 
+def have_equal_shares(job: Job, q: torch.Tensor) -> bool:
+    return job.all_agree(q.shape[2] % job.ranks == 0 and q.numel() == job.slowest(q.numel()))
+
+
+def lean_call(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: object) -> Call | None:
+    """Each tensor is permuted once before it is sent, or once after it came; where the group moves such memory."""
+    group, ranks = job.mesh.ulysses.group, job.ranks
+    if not have_equal_shares(job, q) or (job.device.type == "cuda" and not job.has_gpu_each):
+        return None
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        # [1, S_r, H, D] -> [P, S_r, H_r, D], one part per peer -> [1, S, H_r, D]
+        sent = x[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received.flatten(0, 1)[None]
+
+    def call() -> torch.Tensor:
+        out = attention(*map(scattered, (q, k, v))).contiguous()
+        received = torch.empty_like(out)
+        dist.all_to_all_single(received, out, group=group)
+        # [1, P * S_r, H_r, D] -> [1, S_r, H, D]
+        return received[0].unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)[None]
+
+    return call
+
+
 def flashinfer_call(
     job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stack: ExitStack, attention: object
 ) -> Call | None:
     """Equal shares only; needs contiguous operands, so the copies of slices are part of its call."""
-    if not job.has_gpu_each or not job.all_agree(q.shape[2] % job.ranks == 0 and q.numel() == job.slowest(q.numel())):
+    if not job.has_gpu_each or not have_equal_shares(job, q):
         job.notes.remark("FlashInfer's communicator needs a GPU for each rank, and equal shares of tokens and heads")
         return None
     try:
@@ -103,8 +136,12 @@ def flashinfer_call(
     except ImportError as error:
         job.notes.remark(f"FlashInfer's communicator is not installed: {error}")
         return None
-    with torch.inference_mode(False):
-        other = UlyssesCommunicator(job.mesh.ulysses.group, max_elems=q.numel(), dtype=q.dtype, device=job.device)
+    try:
+        with torch.inference_mode(False):
+            other = UlyssesCommunicator(job.mesh.ulysses.group, max_elems=q.numel(), dtype=q.dtype, device=job.device)
+    except (RuntimeError, ValueError) as error:  # on all ranks alike, as it says
+        job.notes.remark(f"FlashInfer's communicator does not start: {error}")
+        return None
     stack.callback(other.close)
     job.notes.remark(f"FlashInfer's communicator runs over {other.backend}")
 
@@ -126,7 +163,7 @@ def measure(job: Job, tokens: int) -> None:
     with ExitStack() as stack:
         contenders(job, tokens, stack, Sum())
     with ExitStack() as stack:
-        times = job.time_in_turns(contenders(job, tokens, stack, Nothing()))
+        times = job.time_in_turns(contenders(job, tokens, stack, Nothing()), calls=CALLS)
         medians = job.note_times(times, prefix=call_name(tokens, job.ranks, ""))
     gigabytes = sent_bytes(job, tokens) / 1e9
     for name, ms in medians.items():

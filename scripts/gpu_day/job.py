@@ -5,7 +5,9 @@ Runs under torchrun; on GPUs, on one GPU that the ranks share, or on CPUs, where
 
 import argparse
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from usp.mesh import Mesh
 from usp.transport import Transport, choose_transport, mesh_of, proven
 
 STALL_S = 60.0
+HEAD_START_CYCLES = 20_000_000  # about 10 ms
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,34 @@ class Job:
     ) -> dict[str, list[float]]:
         """Milliseconds a call of each contender, one value a round: `calls` back to back on all ranks at once, of which
         the slowest rank counts."""
-        count = calls or self.sizes.calls
         found: dict[str, list[float]] = {name: [] for name in runs}
+        time_calls = self._time_on_gpu if self.device.type == "cuda" else self._time_on_cpu
         for run in runs.values():
             run()
         for _ in range(self.sizes.rounds):
             for name, run in runs.items():
                 self.meet()
-                start = time.perf_counter()
-                for _ in range(count):
-                    run()
-                self.wait()
-                found[name].append(self.slowest((time.perf_counter() - start) * 1e3 / count))
+                found[name].append(self.slowest(time_calls(run, calls or self.sizes.calls)))
         return found
+
+    def _time_on_gpu(self, run: Callable[[], object], count: int) -> float:
+        """By events. The host runs ahead while the device sleeps, and a call before the first one that is timed lets
+        the ranks wait for each other."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        run()
+        start.record()
+        for _ in range(count):
+            run()
+        end.record()
+        self.wait()
+        return start.elapsed_time(end) / count
+
+    def _time_on_cpu(self, run: Callable[[], object], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - start) * 1e3 / count
 
     def note_times(self, found: Mapping[str, list[float]], *, prefix: str = "", **detail: object) -> dict[str, float]:
         """File medians and their spread; returns the medians."""
@@ -101,12 +119,18 @@ def job(parser: argparse.ArgumentParser) -> Iterator[Job]:
     transport = proven(transport, "auto", mesh=mesh, device=device)
     notes = Notes(flags.notes if rank == 0 else None)
     notes.remark(f"exchange {transport.name}: {transport.reason}", ranks=ranks, device=str(device))
+    notes.check("the exchange shares memory", transport.name in ("ipc", "host"), transport=transport.reason)
     torch.manual_seed(rank)
     try:
         with torch.inference_mode():
             yield Job(rank, ranks, device, mesh, transport, notes, sizes_of(small=flags.small), flags)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # Not destroyed: that is collective over NCCL, and the others wait elsewhere. torchrun ends them now.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    dist.destroy_process_group()
 
 
 def _own_device() -> torch.device:

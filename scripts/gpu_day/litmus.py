@@ -66,7 +66,7 @@ class Litmus:
         self.num_wrong += (self.slot != self.pattern + number * STEP).sum()
 
     def _load(self, job: Job, arena: Arena) -> Callable[[], None]:
-        """On a GPU, a large copy to the same peer now and then, on a stream of its own."""
+        """On a GPU, a large copy to the same peer in every other round, on a stream of its own."""
         if job.device.type != "cuda":
             return lambda: None
         offset = arena.nbytes[self.to] - LOAD_BYTES
@@ -76,7 +76,7 @@ class Litmus:
         turns = iter(range(1 << 60))
 
         def load(keeps: torch.Tensor = source) -> None:
-            if next(turns) % 16 == 0:
+            if next(turns) % 2 == 0:
                 self.engine.enqueue(AUX, copy)
 
         return load

@@ -1,7 +1,7 @@
 """The parts of the day as commands with limits, and running one so that nothing it does can take the day with it.
 
-torchrun starts every rank in a session of its own, so whatever a part has started is found by descent and ended with
-it.
+torchrun starts every rank in a session of its own, and a rank may outlive it; so all that a part starts inherits a mark
+in its environment, and whoever bears the mark is ended with the part.
 """
 
 import os
@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from scripts.gpu_day.notes import Note, read_notes
 
 ROOT = Path(__file__).resolve().parents[2]
-TERM_S = 5.0
+MARK, SECONDS = "USP_GPU_DAY_PART", "USP_GPU_DAY_SECONDS"
+TERM_S, GONE_S = 5.0, 15.0
 TAIL_LINES = 12
 
 
@@ -40,69 +43,80 @@ class Outcome:
 
 def all_parts(ranks: int, meshes: Sequence[str], attention: str, out: Path) -> list[Part]:
     """In the order in which they run: what all else rests on first, what takes longest last."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    here = "scripts/gpu_day"
-    choice, folder = ("--attention", attention), str(out.resolve())
-    numbers = tuple(str(one) for one in sorted({2, 3, ranks}))  # the fault tests have three ranks
+    here, choice, folder = "scripts/gpu_day", ("--attention", attention), ("--out", str(out.resolve()))
+
+    def together(count: int, program: str, *flags: str) -> tuple[str, ...]:
+        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+        return (*launcher, f"{here}/{program}.py", *flags)
+
+    pairs = [
+        Part("attention, 2 ranks", 0.10, together(2, "attention", *choice, *folder)),
+        Part("block, 2 ranks", 0.07, together(2, "block", *choice, *folder)),
+    ]
     return [
-        Part("machine", 0.05, (sys.executable, f"{here}/machine.py")),
-        Part("litmus", 0.08, (*launcher, f"{here}/litmus.py")),
-        Part("exchange", 0.09, (*launcher, f"{here}/exchange.py")),
-        Part("attention", 0.15, (*launcher, f"{here}/attention.py", *choice, "--out", folder)),
-        Part("block", 0.09, (*launcher, f"{here}/block.py", *choice, "--out", folder)),
+        Part("machine", 0.06, (sys.executable, f"{here}/machine.py")),
+        Part("litmus", 0.08, together(ranks, "litmus")),
+        Part("exchange", 0.09, together(ranks, "exchange")),
+        Part("attention", 0.15, together(ranks, "attention", *choice, *folder)),
+        Part("block", 0.09, together(ranks, "block", *choice, *folder)),
+        *(pairs if ranks > 2 else []),
         Part("steps", 0.33, (sys.executable, f"{here}/steps.py", *choice, "--meshes", *meshes)),
-        Part("tests", 0.21, (sys.executable, f"{here}/suites.py", "--ranks", *numbers)),
+        Part("tests", 0.20, (sys.executable, f"{here}/suites.py", "--ranks", *map(str, sorted({2, ranks})))),
     ]
 
 
 def run_part(part: Part, *, limit_s: float, out: Path, flags: Sequence[str]) -> Outcome:
     """Never raises for what the part does. Its output is OUT/<name>.log, its notes OUT/<name>.jsonl."""
-    notes_file, log = out / f"{part.name}.jsonl", out / f"{part.name}.log"
+    stem = part.name.replace(", ", "_").replace(" ", "_")
+    notes_file, log = out / f"{stem}.jsonl", out / f"{stem}.log"
     notes_file.unlink(missing_ok=True)
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1", **os.environ}
-    started = time.monotonic()
-    with log.open("w") as output:
-        command = [*part.command, "--notes", str(notes_file.resolve()), *flags]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end(process)
-    seconds = round(time.monotonic() - started, 1)
+    command = [*part.command, "--notes", str(notes_file.resolve()), *flags]
+    code, seconds = run_marked(command, limit_s=limit_s, log=log)
     if code is None:
         return Outcome(part.name, "out of time", seconds, f"more than {limit_s:.0f} s", read_notes(notes_file))
     reason = "" if code == 0 else f"exit code {code}: {_last_lines(log)}"
     return Outcome(part.name, "failed" if code else "ok", seconds, reason, read_notes(notes_file))
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started, asked first, then killed."""
-    family = [process.pid, *descendants(process.pid)]
+def run_marked(command: Sequence[str], *, limit_s: float, log: Path, **environ: str) -> tuple[int | None, float]:
+    """(exit code, None if it was out of time; seconds). Nothing that it started is left."""
+    mark, started = uuid4().hex, time.monotonic()
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1", **os.environ, **environ}
+    env |= {MARK: mark, SECONDS: f"{limit_s:.1f}"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process, mark)
+    return code, round(time.monotonic() - started, 1)
+
+
+def end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """The process and whoever bears the mark: asked first, then killed, and awaited."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(TERM_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    for pid in family[1:]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    deadline = time.monotonic() + GONE_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()  # reaps it
+        time.sleep(0.05)
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Of a process that is alive."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in map(int, children):
-        yield child
-        yield from descendants(child)
+def marked(mark: str) -> list[int]:
+    """Processes that inherited the mark and still run; one that has ended has no environment."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                found.append(int(entry))
+    return found
 
 
 def _last_lines(log: Path) -> str:

@@ -13,7 +13,7 @@ from usp.ipc.cuda_engine import CudaEngine
 MOST_LOOKS = 200_000_000  # minutes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["address", "value"])  # or it would compile anew when the call number divides by 16
 def _poll(address, value, MOST: tl.constexpr):  # noqa: N803
     """Reads the 32-bit flag at `address` until it has reached `value`; what the peer wrote before it is seen then."""
     flag_ptr = address.to(tl.pointer_type(tl.int32))

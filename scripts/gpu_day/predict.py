@@ -23,10 +23,10 @@ NO_ATTENTION = {("attend", "", None): 0.0}
 CALLS = 3
 
 
-def predictions(sizes: Sizes, meshes: list[tuple[int, int]]) -> dict[str, Note]:
-    """By name, for meshes of (cfg, ulysses) ranks."""
+def predictions(sizes: Sizes, *, ranks_of_calls: set[int], meshes: list[tuple[int, int]]) -> dict[str, Note]:
+    """By name: of calls, and of steps on meshes of (cfg, ulysses) ranks."""
     found: dict[str, Note] = {}
-    for ranks in sorted({ulysses for _, ulysses in meshes if ulysses > 1}):
+    for ranks in sorted(ranks_of_calls):
         for tokens in sizes.tokens:
             found |= dict(_calls(sizes, tokens, ranks))
     for cfg, ulysses in meshes:

@@ -35,7 +35,10 @@ def trace(job: Job, run: Callable[[], object], name: str, folder: Path, *, pictu
     profiler.export_chrome_trace(str(folder / f"trace{job.rank}.json"))
     job.meet()
     if job.rank == 0:
-        _report(job, name, [folder / f"trace{rank}.json" for rank in range(job.ranks)], folder if picture else None)
+        try:
+            _report(job, name, [folder / f"trace{rank}.json" for rank in range(job.ranks)], folder if picture else None)
+        except Exception as error:  # a trace that cannot be read shall not take the times with it
+            job.notes.remark(f"{name}: the trace cannot be read: {type(error).__name__}: {error}")
     job.meet()
 
 

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.multi_gpu.ranks import Ranks
+from tests.multi_gpu.ranks import Ranks, skip_unless_asked_for
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     groups: dict[int, Ranks] = {}
 
     def get(world: int) -> Ranks:
+        skip_unless_asked_for(world)  # before another group is closed for it
         if world not in groups or groups[world].broken:
             if torch.cuda.is_available():
                 for group in groups.values():

@@ -40,7 +40,7 @@ class RankError(AssertionError):
 
 class Ranks:
     def __init__(self, world: int) -> None:
-        _skip_unless_asked_for(world)
+        skip_unless_asked_for(world)
         self.world = world
         self.broken = False
         context = mp.get_context("spawn")
@@ -119,7 +119,7 @@ def _has_gpu_each(world: int) -> bool:
     return 1 < world <= torch.cuda.device_count()
 
 
-def _skip_unless_asked_for(world: int) -> None:
+def skip_unless_asked_for(world: int) -> None:
     asked = os.environ.get("USP_TEST_RANKS")
     if asked and str(world) not in asked.split(","):
         pytest.skip(f"USP_TEST_RANKS={asked} leaves out {world} ranks")

@@ -102,7 +102,7 @@ def test_the_litmus_has_as_many_rounds_as_asked_for_and_all_sizes():
 
 
 def test_predictions_are_the_simulators():
-    found = predictions(REAL, [(1, 1), (1, 2), (2, 1), (2, 2)])
+    found = predictions(REAL, ranks_of_calls={2}, meshes=[(1, 1), (1, 2), (2, 1), (2, 2)])
     overlap = expected(plan_for(REAL, 75_600, 2, (2, 5, 6, 5, 2)))
     name = call_name(75_600, 2, "call, groups 2-5-6-5-2")
     assert found[name]["value"] == pytest.approx(overlap.total / 1e3)
