@@ -44,9 +44,9 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def meshes_for(ranks: int, gpus: int) -> list[str]:
+def meshes_for(ranks: int, gpus: int, *, small: bool = False) -> list[str]:
     """Weights of the real size take a GPU for each rank."""
-    return MESHES.get(ranks, ["1x1", f"1x{ranks}"]) if gpus >= ranks else ["1x1"] * (gpus > 0)
+    return MESHES.get(ranks, ["1x1", f"1x{ranks}"]) if small or gpus >= ranks else ["1x1"] * (gpus > 0)
 
 
 def run_day(parts: Sequence[Part], report: dict[str, Any], flags: argparse.Namespace, ends: float) -> None:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = count_gpus()
     ranks = flags.ranks or max(2, gpus)
     flags.out.mkdir(parents=True, exist_ok=True)
-    meshes = flags.meshes or meshes_for(ranks, ranks if flags.predict else gpus)
+    meshes = flags.meshes or meshes_for(ranks, ranks if flags.predict else gpus, small=flags.small)
     pairs = [(int(cfg), int(ulysses)) for cfg, _, ulysses in (mesh.partition("x") for mesh in meshes)]
     report: dict[str, Any] = {
         "commit": commit_here(),

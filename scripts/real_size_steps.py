@@ -47,10 +47,13 @@ def random_expert(config: TransformerConfig, *, seed: int, device: torch.device)
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     width, height = map(int, args.size.split("*"))
-    clip, config = Clip(args.frame_num, height, width), TransformerConfig(num_layers=args.layers)
+    clip = Clip(args.frame_num, height, width)
+    config = TransformerConfig(num_layers=args.layers, num_heads=args.heads, ffn_dim=args.ffn)
     chosen = choose_attention(
         args.attention, device=device, dtype=torch.bfloat16, head_dim=config.head_dim, gather=of_all_ranks
     )
@@ -73,7 +76,7 @@ def measure(
     device: torch.device,
     transport: Transport,
 ) -> dict[str, object]:
-    shape = denoiser.mesh.shape
+    shape, on_gpu = denoiser.mesh.shape, device.type == "cuda"
     loaders = {"high": lambda: random_expert(config, seed=1, device=device)}
     loaders["low"] = lambda: random_expert(config, seed=2, device=device)
     experts = Experts(loaders, keep_one=False)
@@ -88,7 +91,8 @@ def measure(
     marks: list[tuple[str, float]] = []
 
     def mark(step: int, expert: str) -> None:
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         marks.append((expert, time.perf_counter()))
 
     latent = initial_noise((1, config.in_channels, *clip.latent_size), seed=0).to(device)
@@ -107,7 +111,7 @@ def measure(
         )
     times = [(marks[i][0], round(marks[i][1] - marks[i - 1][1], 3)) for i in range(1, len(marks))]
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "size": args.size,
         "frames": args.frame_num,
         "tokens": clip.num_tokens,
@@ -116,7 +120,7 @@ def measure(
         "mesh": f"cfg {shape.cfg} x ulysses {shape.ulysses}",
         "dtype": "bf16",
         "s/step": times,
-        "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None,
         "finite": bool(latents.isfinite().all()),
         "latents_sha256": hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest(),
         "torch": torch.__version__,
@@ -129,14 +133,18 @@ def main() -> None:
     parser.add_argument("--size", default="832*480", help="width*height")
     parser.add_argument("--frame_num", type=int, default=81)
     parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument(
+        "--heads", type=int, default=40, help="of 128 columns; fewer than A14B's only to try things out"
+    )
+    parser.add_argument("--ffn", type=int, default=13824)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed one")
     parser.add_argument("--cfg_size", type=int, default=1)
-    parser.add_argument("--exchange", default="auto", choices=("auto", "ipc", "nccl", "gloo"))
+    parser.add_argument("--exchange", default="auto", choices=("auto", "ipc", "nccl", "gloo", "host"))
     parser.add_argument("--attention", default="auto")
     args = parser.parse_args()
     if dist.is_torchelastic_launched():
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     result = run(args)

@@ -187,8 +187,8 @@ def test_a_tiny_day_measures_what_was_predicted(tmp_path: Path):
 
 @pytest.mark.long
 def test_the_other_parts_of_a_tiny_day(tmp_path: Path):
-    report = day(tmp_path, "--parts", "machine", "litmus", "block", "tests")
+    report = day(tmp_path, "--parts", "machine", "litmus", "block", "steps", "tests")
     check_day(report)
-    assert [part["name"] for part in report["parts"]] == ["machine", "litmus", "block", "tests"]
+    assert [part["name"] for part in report["parts"]] == ["machine", "litmus", "block", "steps", "tests"]
     wrong = [note for note in report["parts"][1]["notes"] if "wrong_words" in note]
     assert [note["wrong_words"] > 0 for note in wrong] == [False, False, False, True]  # the last one is planted
