@@ -48,6 +48,7 @@ bench: venv  ## time kernels, a block and a step on this GPU, into docs/benchmar
 	$(PYTHON) scripts/bench_kernels.py --json docs/benchmarks/kernels.json
 	$(PYTHON) scripts/bench_block.py --json docs/benchmarks/blocks.json
 	$(PYTHON) scripts/bench_block.py --ranks 2 --tokens 75600 --no-compile --json docs/benchmarks/share.json
+	$(PYTHON) scripts/bench_block.py --ranks 8 --tokens 32760 --no-compile --json docs/benchmarks/share8.json
 	$(PYTHON) scripts/bench_step.py --json docs/benchmarks/steps.json
 	$(PYTHON) scripts/render_benchmarks.py docs/benchmarks/*.json
 

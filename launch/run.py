@@ -2,6 +2,7 @@
 
 import logging
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from usp.attention import Chosen, choose_attention, of_all_ranks
 from usp.errors import UserError
 from usp.kernels import kernels_for
+from usp.kernels.check import why_no_kernels
 from usp.launch.device import DTYPES, backends, describe, prepare_device
 from usp.launch.files import atomic_write, output_paths
 from usp.launch.guard import Guard
@@ -88,11 +90,28 @@ def _decode_only(request: Request, world: World, phases: Phases, guard: Guard) -
 
 def _choose_attention(request: Request, device: torch.device) -> Chosen:
     """Before any weight loads. Collective."""
+    config, dtype = request.checkpoint.high.config, DTYPES[request.dtype]
     kernels_for(device)  # a GPU without Triton is told now, not in the first step
-    head_dim = request.checkpoint.high.config.head_dim
+    refuse(why_no_kernels(device, num_heads=config.num_heads, head_dim=config.head_dim, dtype=dtype), device)
     return choose_attention(
-        request.attention, device=device, dtype=DTYPES[request.dtype], head_dim=head_dim, gather=of_all_ranks
+        request.attention, device=device, dtype=dtype, head_dim=config.head_dim, gather=of_all_ranks
     )
+
+
+def refuse(obstacle: str | None, device: torch.device) -> None:
+    """Raise UserError on all ranks if one has an obstacle. Collective."""
+    obstacles: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(obstacles, obstacle)
+    for rank, one in enumerate(obstacles):
+        if one is not None:
+            raise UserError(f"rank {rank}: {one}; {describe(device)}, torch {torch.__version__}, {_triton()}")
+
+
+def _triton() -> str:
+    try:
+        return f"Triton {version('triton')}"
+    except PackageNotFoundError:
+        return "no Triton"
 
 
 def _try_encoder(request: Request) -> None:

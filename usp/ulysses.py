@@ -84,7 +84,7 @@ class UlyssesAttention:
         # [B, S_r, H, D] -> [B, S, H_r, D] -> attention -> [B, S_r, H, D]
         q = self.exchange.scatter_heads(q_bshd, unit=unit)
         k, v = (self.exchange.scatter_heads(x) for x in (k_bskd, v_bskd))
-        if prefix_kv or suffix_kv or self.exchange.axis.size == 1:
+        if prefix_kv or suffix_kv:
             k, v = (torch.cat(_between(prefix_kv, x, suffix_kv, part), dim=1) for part, x in enumerate((k, v)))
         out = self.attention(q, k, v) if q.shape[2] else q
         return self.exchange.gather_heads(out, num_heads=num_heads, unit=unit)

@@ -23,9 +23,17 @@ def fuse_rows(*layers: nn.Linear) -> None:
 
 
 def fused_rows(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The matrix [sum of rows, columns] and the vector behind the layers; None if they do not lie beside each other."""
+    """The matrix [sum of rows, columns] and the vector behind the layers; None if they do not lie beside each other, or
+    if calling a layer would do more than its product: an adapter, a hook, another forward."""
+    if not all(map(_is_plain, layers)):
+        return None
     weight, bias = (_joined([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     return None if weight is None or bias is None else (weight, bias)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    is_changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Linear and not is_changed
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:

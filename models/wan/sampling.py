@@ -69,6 +69,8 @@ class Prompt:
         return self._projected[branch]
 
     def drop(self) -> None:
+        for blocks in self._projected.values():
+            blocks.clear()  # the frames of an error may still hold the list
         self._model, self._projected = None, {}
 
 

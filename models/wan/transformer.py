@@ -131,13 +131,14 @@ class WanBlock(nn.Module):
         cross_attention: Attention,
         kernels: Kernels,
     ) -> tuple[torch.Tensor, Addend]:
-        """The stream without this block's last addend, and that addend."""
+        """The stream without this block's last addend, and that addend. Without gradients x is written over."""
         shift1, scale1, gate1, shift3, scale3, gate3 = (self.scale_shift_table + modulation.float()).chunk(6, dim=1)
         x, h = add_and_norm(kernels, x, addend, self.norm1, scale=scale1, shift=shift1)
         addend = Addend(self.attn1(h, rope=rope, attention=self_attention, kernels=kernels), gate1)
         x, h = add_and_norm(kernels, x, addend, self.norm2)
         addend = Addend(self.attn2(h, text_kv, attention=cross_attention, kernels=kernels), None)
         x, h = add_and_norm(kernels, x, addend, self.norm3, scale=scale3, shift=shift3)
+        del addend  # a tensor of the stream's size, while the widest layer works
         return x, Addend(self.ffn(h), gate3)
 
 
@@ -150,14 +151,17 @@ def add_and_norm(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream with what was still to be added, and its LayerNorm, modulated; [B, S, C] both."""
+    """The stream with what was still to be added, in place unless gradients are wanted, and its LayerNorm, modulated;
+    [B, S, C] both."""
     y, gate = addend or (None, None)
     if not isinstance(norm, nn.LayerNorm):
         assert y is not None and gate is not None and scale is None
         x = (x.float() + y * gate).type_as(x)
         return x, norm(x)
     weight, bias = (None if one is None else one.float() for one in (norm.weight, norm.bias))
-    return kernels.residual_norm(x, y, gate, weight=weight, bias=bias, scale=scale, shift=shift, eps=norm.eps)
+    out = None if y is None or torch.is_grad_enabled() else x
+    vectors = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}
+    return kernels.residual_norm(x, y, gate, **vectors, eps=norm.eps, out=out)
 
 
 class WanAttention(nn.Module):

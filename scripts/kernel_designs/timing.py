@@ -35,18 +35,20 @@ class Timing:
 def time_alternating(
     variants: Mapping[str, Callable[[], object]], *, nbytes: int, repeats: int = 25, warmup: int = 3
 ) -> list[Timing]:
-    """Each variant `repeats` times, in turns. The bytes read and written are those of every variant."""
+    """Each variant `repeats` times, in turns, every turn beginning with another one, so that none always follows the
+    same. The bytes read and written are those of every variant."""
     for _ in range(warmup):
         for run in variants.values():
             run()
     torch.cuda.synchronize()
     torch.cuda._sleep(HEAD_START_CYCLES)
     events = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, run in variants.items():
+    names = list(variants)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            run()
+            variants[name]()
             end.record()
             events[name].append((begin, end))
     torch.cuda.synchronize()

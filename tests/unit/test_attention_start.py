@@ -67,6 +67,11 @@ def other_bits(q, k, v, out, **settings):
     return result if out is None else result.mul_(1.01)
 
 
+def deaf_to_strides(q, k, v, out, **settings):
+    dense = [x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()) for x in (q, k, v)]
+    return right(*dense, out)
+
+
 def raises(q, k, v, out, **settings):
     raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported later")
 
@@ -98,6 +103,7 @@ def test_a_library_that_agrees_with_math_is_taken(hopper, monkeypatch):
         (deaf_to_out, "other bits than it returns"),
         (other_bits, "other bits than it returns"),
         (writes_beside, "beside the tensor it is given"),
+        (deaf_to_strides, "off by"),
         (raises, "RuntimeError: no kernel image is available)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -236,6 +242,26 @@ def test_flashinfers_cudnn_counts_elements(flashinfer):
     assert [starts.tolist() for starts in wrapper.starts] == [[0, 5120, 10240], [0, 1792, 3584]]
     assert wrapper.settings["max_token_per_sequence"] == 10 and wrapper.settings["max_sequence_kv"] == 7
     assert wrapper.settings["seq_lens"].flatten().tolist() == [7, 7]
+
+
+def test_flashinfers_cudnn_is_given_dense_rows(flashinfer, monkeypatch):
+    """Its graph reads rows as if they lay one after another, whatever strides it is given."""
+
+    def run_dense(self, q, k, v, *, out=None, enable_pdl):
+        assert all(one.is_contiguous() for one in (q, k, v))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(StandInWrapper, "run", run_dense)
+    attend = ragged.make("flashinfer-cudnn", CPU)
+    q, k, v = torch.randn(1, 10, 12, 128).chunk(3, dim=2)
+    assert attend(q, k, v, None).shape == q.shape
+
+
+def test_flashinfer_says_where_its_32_bits_end(flashinfer):
+    attend = ragged.make("flashinfer-cudnn", CPU)
+    rows = torch.empty(1, 1, 40, 128).expand(1, 420_000, 40, 128)
+    with pytest.raises(ValueError, match="flashinfer-cudnn counts 2,150,400,000 elements in 32 bits"):
+        attend._plan(rows, rows)
 
 
 def test_the_second_package_of_fa3_is_taken_where_the_first_is_missing(hopper, monkeypatch):

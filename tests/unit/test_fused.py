@@ -45,6 +45,33 @@ def test_a_replaced_or_moved_layer_falls_back() -> None:
         assert fused_rows(*layers) is None
 
 
+class Adapted(nn.Module):
+    """A layer with something added to its result, which shows the layer's weights as its own, as adapters do."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + 1
+
+
+def test_a_layer_that_does_more_than_its_product_is_called() -> None:
+    for change in (
+        lambda layers: layers.__setitem__(1, Adapted(layers[1])),
+        lambda layers: layers[0].register_forward_hook(lambda *_: None),
+        lambda layers: layers[2].register_forward_pre_hook(lambda *_: None),
+        lambda layers: setattr(layers[2], "forward", lambda x: x),
+    ):
+        layers = three()
+        fuse_rows(*layers)
+        change(layers)
+        assert fused_rows(*layers) is None
+
+
 def test_neighbours_of_different_storages_are_not_joined() -> None:
     """Two tensors may touch by chance; a view over both would keep neither alive."""
     memory = torch.zeros(2 * 4 * 4 + 8)

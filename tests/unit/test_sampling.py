@@ -1,5 +1,6 @@
 """Which expert and which guidance at which step, and who owns the text's keys and values (D13)."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,19 @@ def test_text_is_projected_once_per_branch_and_dropped_with_the_expert() -> None
     assert projected[6:] == [("high", 1)]
     prompt.drop()
     assert not prompt._projected and prompt._model is None
+
+
+def test_dropped_text_is_gone_also_where_an_error_still_holds_the_list() -> None:
+    states = torch.ones(1, 1, 1)
+    model = SimpleNamespace(
+        project_text=lambda states: [states.clone(), states.clone()],
+        parameters=lambda: iter([SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)]),
+    )
+    prompt = Prompt(states, None)
+    held = prompt.project(model, "positive")  # as the frames of an error hold it
+    gone = [weakref.ref(one) for one in held]
+    prompt.drop()
+    assert held == [] and all(one() is None for one in gone)
 
 
 def test_the_checkpoints_scheduler_settings_count_but_its_shift_yields() -> None:

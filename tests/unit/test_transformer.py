@@ -1,18 +1,30 @@
 """The transformer's parts against the reference model, and its shapes for every legal clip (D08, D16)."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
 from tests.tiny import reference_transformer, tiny_checkpoint
 from usp.attention import sdpa
+from usp.exchange import CollectiveExchange
 from usp.layout import split_counts
 from usp.models.wan.checkpoint.folder import open_checkpoint
 from usp.models.wan.checkpoint.loader import load_transformer
 from usp.models.wan.clip import Clip
 from usp.models.wan.config import TransformerConfig
 from usp.models.wan.rope import rope_table
-from usp.models.wan.transformer import PROJECTED_ROWS, WanTransformer, patchify, project_rows, unpatchify
+from usp.models.wan.transformer import (
+    PROJECTED_ROWS,
+    FeedForward,
+    WanTransformer,
+    patchify,
+    project_rows,
+    unpatchify,
+)
+from usp.ulysses import UlyssesAttention
 
 CPU = torch.device("cpu")
 
@@ -194,3 +206,46 @@ def test_gradients_are_those_of_the_reference(
     for name, parameter in ours.named_parameters():
         scale = wanted[name].grad.abs().max()
         assert parameter.grad is not None and (parameter.grad - wanted[name].grad).abs().max() <= 1e-4 * scale, name
+
+
+def test_three_tensors_of_the_streams_size_live_while_the_widest_layer_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream, what the feed-forward is given, and what the last block left to be added."""
+    model = load_transformer(open_checkpoint(tiny_checkpoint()).high, device=CPU, dtype=torch.float32)
+    clip, counts, plain = Clip(5, 48, 80), [], FeedForward.forward
+
+    def counting(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+        alive = [one for one in tensors if one.numel() == x.numel()]
+        counts.append(len({one.untyped_storage().data_ptr() for one in alive}))
+        return plain(self, x)
+
+    monkeypatch.setattr(FeedForward, "forward", counting)
+    latent, text = torch.randn(1, 16, *clip.latent_size), torch.randn(1, 7, 32)
+    _predict(model, clip, latent, torch.tensor([500]), text)
+    assert len(counts) == model.config.num_layers and max(counts) <= 3
+
+
+def test_one_rank_attends_to_the_projection_itself() -> None:
+    """Nothing is copied on the way to attention where there is nobody to exchange with."""
+    model = load_transformer(open_checkpoint(tiny_checkpoint()).high, device=CPU, dtype=torch.float32)
+    model.fuse()
+    seen, clip = [], Clip(5, 48, 80)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append((k.is_contiguous(), v.is_contiguous(), v.untyped_storage().nbytes() // v.element_size()))
+        return sdpa(q, k, v)
+
+    alone = CollectiveExchange(clip.num_tokens, axis=SimpleNamespace(size=1, index=0))
+    rope = rope_table(clip.token_grid, model.config.head_dim)
+    with torch.inference_mode():
+        model(
+            patchify(torch.randn(1, 16, *clip.latent_size)),
+            timestep=torch.tensor([500]),
+            text=model.project_text(torch.randn(1, 7, 32)),
+            rope=rope,
+            self_attention=UlyssesAttention(alone, attention=attention),
+            cross_attention=sdpa,
+        )
+    product = 3 * clip.num_tokens * model.config.dim
+    assert [size for _, _, size in seen] == [product] * model.config.num_layers
+    assert not any(is_dense for _, is_dense, _ in seen)

@@ -59,7 +59,7 @@ def _why_wrong(backend: Backend, *, device: torch.device, dtype: torch.dtype, he
     generator = torch.Generator(device).manual_seed(SEED)
     for num_keys in KEY_COUNTS if backend.traits.takes_prefix else KEY_COUNTS[:1]:
         q, k, v = (
-            torch.randn(1, count, NUM_HEADS, head_dim, generator=generator, device=device).to(dtype)
+            _product(count, head_dim, generator).to(dtype)[:, :, NUM_HEADS : 2 * NUM_HEADS]
             for count in (NUM_QUERIES, num_keys, num_keys)
         )
         result = backend(q, k, v)
@@ -69,6 +69,11 @@ def _why_wrong(backend: Backend, *, device: torch.device, dtype: torch.dtype, he
         if obstacle is not None:
             return f"on {NUM_QUERIES} queries and {num_keys} keys {obstacle}"
     return None
+
+
+def _product(count: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    """[1, S, 3 * H, D]: of a fused projection attention is given slices, whose rows are three times as far apart."""
+    return torch.randn(1, count, 3 * NUM_HEADS, head_dim, generator=generator, device=generator.device)
 
 
 def _why_inexact(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

@@ -1,7 +1,8 @@
 """FlashInfer's ragged prefill: a batch is so many sequences of equal length, one after another.
 
-Lengths are planned once per shape, from pinned memory; a later call of the shape launches and nothing else. All shapes
-share one workspace, taken when the backend is made; each plan adds 8 MB on the device and as much pinned memory.
+Lengths are planned once per shape, from pinned memory (cutlass plans on the device, and waits for it); a later call of
+the shape launches and nothing else. All shapes share one workspace, taken when the backend is made; each plan adds 8 MB
+on the device and as much pinned memory.
 
 Shapes: B batch, S query tokens, L key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -16,6 +17,7 @@ WORKSPACE_BYTES = 128 * 2**20  # what the library recommends
 LIBRARY = ("flashinfer-python",)
 HEAD_DIMS = (64, 128, 256)
 HOPPER = 9
+INT32_MAX = 2**31 - 1
 TRAITS = {
     "flashinfer-fa2": Traits(
         LIBRARY, "disable_split_kv=True", majors=(8, 9, 10, 11, 12), head_dims=HEAD_DIMS, one_stream=True
@@ -65,6 +67,8 @@ class RaggedPrefill:
             self.planned[key] = self._plan(q_bshd, k_blhd)
         # [B, S, H, D] -> [B * S, H, D]
         rows = [x.flatten(0, 1) for x in (q_bshd, k_blhd, v_blhd)]
+        if self.kernel == "cudnn":  # its graph is declared for dense rows, whatever it is given
+            rows = [x.contiguous() for x in rows]
         if out is None:
             return self.planned[key].run(*rows, enable_pdl=False).view(q_bshd.shape)
         self.planned[key].run(*rows, out=out.view(rows[0].shape), enable_pdl=False)
@@ -76,6 +80,10 @@ class RaggedPrefill:
         # cuDNN's offsets count elements, the others' rows
         widths = (num_heads * head_dim, num_kv_heads * head_dim) if self.kernel == "cudnn" else (1, 1)
         lengths = num_queries * widths[0], num_keys * widths[1]
+        if batch * max(lengths) > INT32_MAX:
+            raise ValueError(
+                f"attention flashinfer-{self.kernel} counts {batch * max(lengths):,} elements in 32 bits; use another"
+            )
         starts_q, starts_k = (sequence_starts(batch, length, pinned_for=self.device) for length in lengths)
         settings = {"sm_scale": softmax_scale(q), "q_data_type": q.dtype, "kv_data_type": q.dtype}
         if self.kernel == "fa2":
