@@ -44,10 +44,7 @@ class CudaProvider:
     def allocate(self, nbytes: int) -> Segment:
         size = -(-max(nbytes, 1) // GRANULARITY) * GRANULARITY
         with self._context():
-            try:
-                segment = Segment(int(call(self._driver.cuMemAlloc, size)), nbytes)
-            except CudaError as error:
-                raise SetupError(f"{size} bytes of GPU memory for the exchange cannot be had: {error}") from error
+            segment = Segment(self._take(size), nbytes)
             try:
                 call(self._driver.cuMemsetD8, segment.address, 0, size)
                 call(self._driver.cuCtxSynchronize)  # a peer may read as soon as it has the handle
@@ -55,6 +52,20 @@ class CudaProvider:
                 self.free(segment)
                 raise
         return segment
+
+    def _take(self, size: int) -> int:
+        """The address of so many bytes; torch is asked for what it keeps for later if there are too few."""
+        import torch
+
+        for is_last in (False, True):
+            try:
+                return int(call(self._driver.cuMemAlloc, size))
+            except CudaError as error:
+                if is_last:
+                    raise SetupError(f"{size} bytes of GPU memory for the exchange cannot be had: {error}") from error
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.empty_cache()
+        raise AssertionError("it returns or raises")
 
     def export(self, segment: Segment) -> bytes:
         with self._context():

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=Closable)
+
+
 class Rendezvous(Protocol):
     """A fixed group of ranks. Both methods are collective: every rank calls them in the same order.
 
@@ -106,6 +113,18 @@ def agreed(rendezvous: Rendezvous, step: Callable[[], T]) -> T:
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise SetupError(f"rank {rendezvous.names[failed[0]]}{others}: {reasons[failed[0]]}") from error
     return result
+
+
+def agreed_engine(rendezvous: Rendezvous, make: Callable[[], E]) -> E:
+    """As `agreed`, for something that is closed where it was made while others failed."""
+    made: list[E] = []
+    try:
+        agreed(rendezvous, lambda: made.append(make()))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0]
 
 
 def _reason(error: Exception) -> str:

@@ -1,10 +1,14 @@
 """The device of this rank, made ready: which GPU, or how many CPU threads."""
 
+import logging
+
 import torch
 
 from usp.errors import UserError
 from usp.launch.request import Request
 from usp.launch.world import World
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -16,7 +20,10 @@ def prepare_device(request: Request, world: World) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device cuda: torch finds no GPU that it can use here; use --device cpu")
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if 1 < count < world.local_size and world.local_rank == 0:
+        log.warning(f"{world.local_size} ranks on this host share {count} GPUs; start as many as there are")
+    device = torch.device("cuda", world.local_rank % count)
     torch.cuda.set_device(device)
     return device
 

@@ -24,10 +24,13 @@ from usp.models.wan.text import check_text_packages
 
 log = logging.getLogger(__name__)
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. A failure after the checks ends the process instead of returning."""
     parent = os.getppid()
+    os.environ.setdefault(CONNECTIONS, "32")  # read when CUDA starts: fewer queues let parked streams stop others
     argv = sys.argv[1:] if argv is None else argv
     world = SINGLE
     try:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from usp.attention import Chosen, choose_attention, of_all_ranks
+from usp.collectives import connect
 from usp.errors import UserError
 from usp.kernels import kernels_for
 from usp.kernels.check import why_no_kernels
@@ -56,6 +57,9 @@ def _generate(request: Request, world: World, phases: Phases, guard: Guard) -> N
         transport, request.clip.num_tokens, mesh=mesh, device=device, stall_timeout=request.stall_timeout
     )
     with exchange:
+        if device.type == "cuda":
+            with phases.phase("connecting the GPUs"):
+                connect((mesh.cfg, mesh.ulysses), device)
         ranks = Ranks(world.rank, mesh, exchange, attention.backend, device)
         videos = Session(request, job, ranks, phases=phases, guard=guard).make_videos()
         if request.report is not None and world.rank == 0:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from usp.attention import Attention
 from usp.collectives import agree, broadcast_host
@@ -30,6 +31,7 @@ from usp.mesh import Mesh
 from usp.models.wan.checkpoint.loader import load_transformer
 from usp.models.wan.parallel import ParallelDenoiser
 from usp.models.wan.sampling import ExpertName, Experts, Prompt, SamplingConfig, initial_noise, make_scheduler, sample
+from usp.models.wan.transformer import WanTransformer
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +159,15 @@ class Session:
 def make_experts(request: Request, device: torch.device) -> Experts:
     checkpoint, dtype = request.checkpoint, DTYPES[request.dtype]
     files = {"high": checkpoint.high} | ({"low": checkpoint.low} if checkpoint.low else {})
-    loaders = {name: partial(load_transformer, one, device=device, dtype=dtype) for name, one in files.items()}
+    loaders = {name: partial(_load_together, one, device=device, dtype=dtype) for name, one in files.items()}
     return Experts(loaders, keep_one=request.offload_model)  # type: ignore[arg-type]
+
+
+def _load_together(files: Any, *, device: torch.device, dtype: torch.dtype) -> WanTransformer:
+    """All ranks load at the same places of a run, and one that reads more slowly than others does not stand still."""
+    model = load_transformer(files, device=device, dtype=dtype)
+    dist.barrier()
+    return model
 
 
 def sampling_config(request: Request) -> SamplingConfig:

@@ -93,6 +93,7 @@ def start_process_group(world: World, store: "Store", *, backend: str, timeout: 
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     _meet(world, store)
+    store.set_timeout(timeout)  # as torch does for a store of its own: NCCL's ids are awaited in it
     dist.init_process_group(
         backend, store=PrefixStore("usp", store), rank=world.rank, world_size=world.size, timeout=timeout
     )

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from usp.errors import RankMismatchError
+from usp.errors import RankMismatchError, UserError
+from usp.ipc.in_time import InTime
 from usp.mesh import Axis
 
 Shape = tuple[int, ...]
+
+CONNECT_S = 120.0
 
 
 def all_to_all(parts: Sequence[torch.Tensor], *, shapes: Sequence[Shape], axis: Axis) -> list[torch.Tensor]:
@@ -54,6 +57,33 @@ def broadcast_host(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
     return tensor
+
+
+def connect(axes: Sequence[Axis], device: torch.device, *, limit_s: float = CONNECT_S) -> None:
+    """Let NCCL connect the ranks of each axis that it serves, now: while the GPU has room, and all ranks are here.
+
+    It would do so at the first collective, in the first step, where want of memory or of a working link would cost all
+    that was loaded. Collective; raises UserError where it takes longer than `limit_s`, since NCCL may wait for ever.
+    """
+    served = [axis for axis in axes if axis.size > 1 and axis.device_type == device.type]
+
+    def gather() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread has its own
+        for axis in served:
+            own = torch.full((1,), axis.index, dtype=torch.uint8, device=device)
+            found = [int(one) for one in all_gather(own, shapes=[(1,)] * axis.size, axis=axis)]
+            if found != list(range(axis.size)):
+                raise UserError(f"{axis.name}: ranks gather {found}; the links between these devices do not work")
+
+    try:
+        if served:
+            InTime().call(gather, limit_s=limit_s)
+    except TimeoutError:
+        raise UserError(
+            f"NCCL did not connect within {limit_s:.0f} s; NCCL_DEBUG=INFO says why; NCCL_P2P_DISABLE=1 or "
+            "--exchange gloo may help"
+        ) from None
 
 
 def agree(facts: Mapping[str, object], *, what: str) -> None:

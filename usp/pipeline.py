@@ -23,7 +23,7 @@ from usp.ipc.arena import Arena
 from usp.ipc.engine import MAIN, Engine
 from usp.ipc.futex import reached
 from usp.ipc.provider import Provider
-from usp.ipc.rendezvous import Rendezvous, agreed
+from usp.ipc.rendezvous import Rendezvous, agreed_engine
 from usp.ipc.watchdog import STALL_TIMEOUT_S
 from usp.layout import split_counts
 from usp.liveness import ExchangeBrokenError, Liveness
@@ -74,7 +74,7 @@ class PipelinedExchange(CollectiveExchange):
         self._who = who(self._names[rendezvous.rank], self._names)
         self.num_groups, self.group_widths, self.attend_streams = num_groups, group_widths, attend_streams
         self._provider = provider
-        self.engine = _agreed_engine(rendezvous, make_engine)
+        self.engine = agreed_engine(rendezvous, make_engine)
         self.arena: Arena | None = None
         self.plan: AttentionPlan | None = None
         self._executors: dict[tuple[str, int], Executor] = {}
@@ -325,15 +325,3 @@ class PipelinedExchange(CollectiveExchange):
         own = max(sizes[self.axis.index], held[self.axis.index])
         meet = self.liveness.rendezvous
         self.arena = Arena(own, rendezvous=meet, provider=self._provider, layout=plan.hash, epoch=self._epoch)
-
-
-def _agreed_engine(rendezvous: Rendezvous, make_engine: Callable[[], Engine]) -> Engine:
-    """An engine on every rank, or SetupError on every rank."""
-    made: list[Engine] = []
-    try:
-        agreed(rendezvous, lambda: made.append(make_engine()))
-    except BaseException:
-        for engine in made:
-            engine.close()
-        raise
-    return made[0]

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from usp.errors import UserError
 from usp.exchange import CollectiveExchange
 from usp.fill import make_placer
-from usp.ipc.arena import Arena
 from usp.ipc.engine import Engine
 from usp.ipc.errors import SetupError
 from usp.ipc.handle import boot_id, pid_namespace
@@ -30,11 +29,11 @@ from usp.ipc.watchdog import STALL_TIMEOUT_S
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
 from usp.pipeline import PipelinedExchange
+from usp.proof import prove_shared
 
 TransportName = Literal["ipc", "host", "nccl", "gloo"]
 Asked = Literal["auto", "ipc", "host", "nccl", "gloo"]
 
-PROBE = 2**40 + 7  # what rank 0 of a group writes into its probe; rank r adds r
 WHY: dict[TransportName, str] = {
     "ipc": "the GPUs of a group are of one host",
     "host": "the ranks of a group share host memory",
@@ -98,37 +97,17 @@ def proven(transport: Transport, asked: Asked, *, mesh: Mesh, device: torch.devi
 
 
 def _try_to_share(transport: Transport, mesh: Mesh, device: torch.device) -> str | None:
-    """Why the ranks of this Ulysses group cannot share memory; None if each has read what every other one wrote."""
+    """Why the ranks of this Ulysses group cannot share memory; None if each has read from and written to the others."""
     if transport.name in ("nccl", "gloo") or mesh.ulysses.size == 1:
         return None
-    rank, size = mesh.ulysses.index, mesh.ulysses.size
     rendezvous = GroupRendezvous(mesh.ulysses.group)
     no_kernel = _why_no_kernel(device) if transport.name == "ipc" else None
     try:
-        provider = agreed(rendezvous, lambda: (_cuda(device) if transport.name == "ipc" else _host())[0])
-        with Arena(8, rendezvous=rendezvous, provider=provider, layout="probe") as arena:
-            arena.view(rank, 0, (1,), torch.int64).fill_(PROBE + rank)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            rendezvous.barrier()
-            found = agreed(rendezvous, lambda: [_probed(arena, peer, device) for peer in range(size)])
+        provider, make_engine = agreed(rendezvous, lambda: _cuda(device) if transport.name == "ipc" else _host())
+        prove_shared(rendezvous, provider, make_engine, device)
     except SetupError as error:
         return str(error)
-    wrong = [peer for peer, value in enumerate(found) if value != PROBE + peer]
-    return f"rank {mesh.rank} does not see what ranks {wrong} of its group wrote" if wrong else no_kernel
-
-
-def _probed(arena: Arena, peer: int, device: torch.device) -> int:
-    """What lies first in a peer's memory; on GPUs read by a copy from its address, as the exchange uses it: torch may
-    not know the device of a peer that this process does not see."""
-    if device.type != "cuda":
-        return int(arena.view(peer, 0, (1,), torch.int64))
-    from usp.ipc.driver import call, load_driver
-
-    word = torch.zeros(1, dtype=torch.int64, device=device)
-    torch.cuda.synchronize(device)
-    call(load_driver().cuMemcpy, word.data_ptr(), arena.base[peer], word.nbytes)
-    return int(word)
+    return no_kernel
 
 
 def _why_no_kernel(device: torch.device) -> str | None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.multi_gpu.ranks import RankEnv
-from usp import transport
+from usp import proof, transport
+from usp.ipc.engine import PreparedCopy
 from usp.ipc.errors import SetupError
 from usp.ipc.handle import Handle
 from usp.ipc.host import HostProvider
@@ -71,13 +72,40 @@ class Elsewhere(HostProvider):
     """A rank that opens its own memory in place of its peers'."""
 
     def open(self, handle: Handle) -> Segment:
-        return self.allocate(8)
+        return self.allocate(handle.nbytes)
 
 
-def prove(env: RankEnv, asked: str, shape: MeshShape, provider: type[HostProvider], at_fault: int) -> str:
-    usual = transport._host
+class NoSignals(HostEngine):
+    """A platform that drops what is written to a peer: nobody answers a posted write."""
+
+    def signal(self, stream: str, address: int, value: int) -> None:
+        return None
+
+
+class NoCopies(HostEngine):
+    """Flags arrive, and the rows before them do not."""
+
+    def enqueue(self, stream: str, copy: PreparedCopy) -> None:
+        return None
+
+
+class NoEngine(HostEngine):
+    def __init__(self) -> None:
+        raise SetupError("CUDA_DEVICE_MAX_CONNECTIONS is 1")
+
+
+def prove(
+    env: RankEnv,
+    asked: str,
+    shape: MeshShape,
+    provider: type[HostProvider],
+    at_fault: int,
+    engine: type[HostEngine] = HostEngine,
+) -> str:
+    usual, limit_s = transport._host, proof.LIMIT_S
     if env.rank == at_fault:
-        transport._host = lambda: (provider(), HostEngine)
+        transport._host = lambda: (provider(), engine)
+    proof.LIMIT_S = 1.0
     try:
         chosen = choose_transport(asked, shape=shape, device=CPU)
         found = proven(chosen, asked, mesh=mesh_of(chosen, shape), device=CPU)
@@ -85,7 +113,7 @@ def prove(env: RankEnv, asked: str, shape: MeshShape, provider: type[HostProvide
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        transport._host = usual
+        transport._host, proof.LIMIT_S = usual, limit_s
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
@@ -96,6 +124,19 @@ def test_one_rank_that_cannot_share_memory_sends_all_ranks_to_the_collectives(ra
         assert len(set(found)) == 1 and found[0].startswith("gloo: no host, since rank ") and said in found[0], found
         forced = ranks(4).run(prove, "host", MeshShape(*shape), provider, at_fault)
         assert len(set(forced)) == 1 and forced[0].startswith("UserError: --exchange host cannot run: rank "), forced
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (NoSignals, "rank 0 (and 1 more): no flag of rank 1 came within 1 s"),
+        (NoCopies, "rank 0 (and 1 more): the flag of rank 1 came, but not the rows that were sent before it"),
+        (NoEngine, "rank 1: CUDA_DEVICE_MAX_CONNECTIONS is 1"),
+    ],
+)
+def test_writes_to_a_peer_that_do_not_arrive_are_noticed_before_anything_relies_on_them(ranks, engine, said) -> None:
+    found = ranks(3).run(prove, "auto", MeshShape(1, 3), HostProvider, 1, engine)
+    assert found == [f"gloo: no host, since {said}; it always works"] * 3
 
 
 def test_memory_that_can_be_shared_is_proven(ranks) -> None:

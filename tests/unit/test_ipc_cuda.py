@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from usp.ipc.cuda import CudaProvider
 from usp.ipc.cuda_engine import check_connections
 from usp.ipc.driver import call
 from usp.ipc.errors import CudaError, SetupError
@@ -49,6 +50,40 @@ def test_a_driver_error_names_the_call_and_the_code(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CudaError) as error:
         call(cuIpcOpenMemHandle)
     assert str(error.value) == "cuIpcOpenMemHandle: peer access is not supported (217)"
+
+
+class Scarce:
+    """A driver that has memory only once torch has given back what it keeps."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.asked = failures, []
+
+    def cuMemAlloc(self, size: int) -> tuple[int, int]:  # noqa: N802
+        self.asked.append(size)
+        return (2, 0) if len(self.asked) <= self.failures else (0, 4096)
+
+    @staticmethod
+    def cuGetErrorString(code: int) -> tuple[int, bytes]:  # noqa: N802
+        return 0, b"out of memory"
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_memory_that_torch_keeps_is_asked_back_once(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    provider, given_back = object.__new__(CudaProvider), []
+    provider._driver, provider.torch_device = Scarce(failures), torch.device("cuda", 0)
+    monkeypatch.setattr("usp.ipc.driver.load_driver", lambda: provider._driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: given_back.append("idle"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("given back"))
+    if failures == 2:
+        with pytest.raises(SetupError, match=r"64 bytes of GPU memory for the exchange cannot be had: .*out of memory"):
+            provider._take(64)
+    else:
+        assert provider._take(64) == 4096
+    assert given_back == ["idle", "given back"] * (failures > 0) and provider._driver.asked == [64] * min(
+        2, failures + 1
+    )
 
 
 def test_handles_errors_and_engines_names_load_nothing_heavy() -> None:

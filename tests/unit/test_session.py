@@ -46,8 +46,10 @@ def test_the_text_encoder_runs_where_it_was_asked_to(monkeypatch, t5_cpu, where)
 
 
 @pytest.mark.parametrize("keep_one", [True, False])
-def test_keeping_one_expert_frees_the_other_before_it_loads(keep_one):
-    """Through the loop itself, whose own references count as well."""
+def test_keeping_one_expert_frees_the_other_before_it_loads(keep_one, monkeypatch):
+    """Through the loop itself, whose own references count as well. After each load the ranks meet."""
+    meetings = []
+    monkeypatch.setattr(session.dist, "barrier", lambda: meetings.append(len(seen)))
     checkpoint = open_checkpoint(tiny_checkpoint())
     made = SimpleNamespace(checkpoint=checkpoint, dtype="fp32", offload_model=keep_one)
     experts = session.make_experts(made, torch.device("cpu"))
@@ -73,7 +75,7 @@ def test_keeping_one_expert_frees_the_other_before_it_loads(keep_one):
     noise = torch.randn(1, 16, 1, 2, 2)
     scheduler = make_scheduler({}, shift=12.0)
     sample(noise, config=settings, scheduler=scheduler, experts=experts, denoiser=Denoiser(), prompt=prompt)
-    assert seen == [0, 0 if keep_one else 1]
+    assert seen == [0, 0 if keep_one else 1] and meetings == [1, 2]
 
 
 @pytest.mark.parametrize("index", [0, 1])

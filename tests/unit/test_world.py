@@ -1,7 +1,11 @@
 """Which rank a process is: torchrun's word, mpirun's word, both, neither, and words that make no sense."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,10 @@ import pytest
 import usp.launch
 from usp.errors import UserError
 from usp.launch import world as world_module
+from usp.launch.main import CONNECTIONS
 from usp.launch.world import SINGLE, World, detect_world
+
+ROOT = Path(__file__).parents[2]
 
 TORCHRUN = {
     "RANK": "5",
@@ -104,3 +111,25 @@ def test_no_port_is_written_into_the_launch_code():
 
 
 _SIZES = (5120,)  # the width of a model
+
+
+def test_the_store_waits_as_long_as_the_collectives():
+    """NCCL's ids are awaited in it; they come when the slowest rank has loaded."""
+    store = world_module.open_store(SINGLE)
+    patience = timedelta(hours=2)
+    world_module.start_process_group(SINGLE, store, backend="gloo", timeout=patience)
+    try:
+        assert store.timeout == patience
+    finally:
+        world_module.stop_process_group()
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "32"), ("8", "8"), ("64", "64")])
+def test_cuda_is_given_enough_queues_unless_told(given, found):
+    program = f"import os; from usp.launch.main import main; main(['--help']); print(os.environ['{CONNECTIONS}'])"
+    environ = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
+    environ |= {CONNECTIONS: given} if given else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == found
