@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from usp.attention import Attention
-from usp.collectives import agree, broadcast_host
+from usp.collectives import agree, broadcast_host, meet
 from usp.exchange import CollectiveExchange
 from usp.launch.capture import capture_from
 from usp.launch.device import DTYPES, release_memory, synchronize
@@ -166,7 +165,7 @@ def make_experts(request: Request, device: torch.device) -> Experts:
 def _load_together(files: Any, *, device: torch.device, dtype: torch.dtype) -> WanTransformer:
     """All ranks load at the same places of a run, and one that reads more slowly than others does not stand still."""
     model = load_transformer(files, device=device, dtype=dtype)
-    dist.barrier()
+    meet()
     return model
 
 

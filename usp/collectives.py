@@ -86,6 +86,11 @@ def connect(axes: Sequence[Axis], device: torch.device, *, limit_s: float = CONN
         ) from None
 
 
+def meet() -> None:
+    """Return once every rank of the default group has come; over host memory, so no device stands waiting."""
+    dist.all_gather_object([None] * dist.get_world_size(), None)
+
+
 def agree(facts: Mapping[str, object], *, what: str) -> None:
     """Raise RankMismatchError on every rank of the default group unless all hold the same facts. One object gather."""
     everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size()

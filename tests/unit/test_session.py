@@ -49,7 +49,7 @@ def test_the_text_encoder_runs_where_it_was_asked_to(monkeypatch, t5_cpu, where)
 def test_keeping_one_expert_frees_the_other_before_it_loads(keep_one, monkeypatch):
     """Through the loop itself, whose own references count as well. After each load the ranks meet."""
     meetings = []
-    monkeypatch.setattr(session.dist, "barrier", lambda: meetings.append(len(seen)))
+    monkeypatch.setattr(session, "meet", lambda: meetings.append(len(seen)))
     checkpoint = open_checkpoint(tiny_checkpoint())
     made = SimpleNamespace(checkpoint=checkpoint, dtype="fp32", offload_model=keep_one)
     experts = session.make_experts(made, torch.device("cpu"))
