@@ -13,12 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from usp.layout import MeshShape
 from usp.mesh import Mesh, make_mesh
@@ -109,10 +109,21 @@ def new_mesh(shape: MeshShape) -> Mesh:
     return make_mesh(shape, device_type="cuda" if _has_gpu_each(shape.world) else "cpu")
 
 
-@cache
+MESHES: dict[MeshShape, Mesh] = {}  # of a rank's process
+
+
 def mesh_of(shape: MeshShape) -> Mesh:
-    """The mesh of a rank's process, made once: every group keeps threads that wake a hundred times a second."""
-    return new_mesh(shape)
+    """A mesh that is made once and kept from body to body."""
+    if shape not in MESHES:
+        MESHES[shape] = new_mesh(shape)
+    return MESHES[shape]
+
+
+def _let_go_of_groups() -> None:
+    """All that bodies have made: every group of gloo keeps a thread that wakes a hundred times a second."""
+    kept = {axis.group for mesh in MESHES.values() for axis in (mesh.cfg, mesh.ulysses)} | {dist.group.WORLD}
+    for group in set(dist.distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)
 
 
 def _has_gpu_each(world: int) -> bool:
@@ -133,8 +144,6 @@ def _free_port() -> int:
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -145,6 +154,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
             body, args = pipe.recv()
         except EOFError:
             return
+        _let_go_of_groups()  # now: every rank has answered for the body before
         try:
             pipe.send((True, body(env, *args)))
         except BaseException:
