@@ -63,10 +63,8 @@ def _word_of(arena: Arena, peer: int, device: torch.device) -> int:
 
 def _push(arena: Arena, engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
     """Rows and then a flag to every peer, by the operations of the exchange; then look at what came from each."""
-    peers, sent = (
-        _peers(arena, rendezvous),
-        torch.full((HEIGHT, WIDTH), 1 + arena.rank, dtype=torch.uint8, device=device),
-    )
+    peers = _peers(arena, rendezvous)
+    sent = torch.full((HEIGHT, WIDTH), 1 + arena.rank, dtype=torch.uint8, device=device)
     _synchronize(device)
     for peer in peers:
         target = Block(arena.base[peer] + _rows_at(arena.rank), PITCH, WIDTH, HEIGHT)

@@ -8,9 +8,7 @@ and k filled by a copy after norm and RoPE instead of by them, and with polling 
 every grouping under torch's profiler, whose trace gives the hidden share.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,23 +18,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from scripts.gpu_day.exchange import qkv_of
-from scripts.gpu_day.job import STALL_S, Job, job
+from scripts.gpu_day.job import STALL_S, Job, attention_parser, job
+from scripts.gpu_day.kernels_alone import KernelsAlone
 from scripts.gpu_day.notes import call_name
 from scripts.gpu_day.predict import plans_for
 from scripts.gpu_day.trace import RANGES, trace
-from usp.attention import Attention, choose_attention, of_all_ranks
-from usp.execute import Call
+from usp.attention import Attention
 from usp.fill import FillAll, fill_from
 from usp.ipc.rendezvous import GroupRendezvous
 from usp.kernels import kernels_for
 from usp.pipeline import PipelinedExchange
 from usp.ranges import Ranges
-from usp.schedule import Kind
 from usp.tables import describe_groups
 from usp.transport import make_exchange
 from usp.ulysses import UlyssesAttention
 
-WORK = (Kind.FILL, Kind.PLACE, Kind.ATTEND, Kind.KEEP)
 EPS = 1e-6
 
 
@@ -66,20 +62,6 @@ class Bench:
         are_equal = [torch.equal(self.call(attn), wanted) for _ in range(2)]
         self.job.notes.check(f"{what}: equal bits to the sequential path", self.job.all_agree(all(are_equal)))
 
-    def kernels_alone(self, attn: UlyssesAttention) -> Callable[[], None]:
-        """The same call without a copy, a flag or a wait: no rank awaits another."""
-        exchange = attn.exchange
-        assert isinstance(exchange, PipelinedExchange) and exchange.plan is not None
-        executor = exchange._executor(exchange.plan, self.attention)
-        steps = [step for op, step in zip(executor.ops, executor.steps, strict=True) if op.kind in WORK]
-        call = Call(0, self.v, self.fill)
-
-        def run() -> None:
-            for step in steps:
-                step(call)
-
-        return run
-
 
 def compare_groupings(job: Job, tokens: int, attention: Attention) -> None:
     with ExitStack() as stack:
@@ -87,7 +69,8 @@ def compare_groupings(job: Job, tokens: int, attention: Attention) -> None:
         for name, widths in groupings(job, tokens).items():
             attn = bench.attn(widths)
             bench.check(attn, name)
-            runs |= {name: partial(bench.call, attn), f"{name}, kernels alone": bench.kernels_alone(attn)}
+            alone = KernelsAlone(attn.exchange, attention=attention)
+            runs |= {name: partial(bench.call, attn), f"{name}, kernels alone": partial(bench.call, alone)}
         medians = job.note_times(job.time_in_turns(runs))
     for name in groupings(job, tokens):
         job.notes.measured(f"{name}, exposed", medians[name] - medians[f"{name}, kernels alone"], "ms")
@@ -155,26 +138,14 @@ def trace_groupings(job: Job, tokens: int, attention: Attention, folder: Path) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
-    with job(parser) as here:
-        here.flags.out.mkdir(parents=True, exist_ok=True)
-        dtype = getattr(torch, here.sizes.dtype)
-        chosen = choose_attention(
-            here.flags.attention,
-            device=here.device,
-            dtype=dtype,
-            head_dim=here.sizes.head_dim,
-            gather=of_all_ranks,
-        )
-        here.notes.remark(f"attention {chosen.backend.name}: {chosen.reason}")
+    with job(attention_parser(__doc__)) as here:
+        chosen = here.choose_attention(getattr(torch, here.sizes.dtype))
         first, *_ = here.sizes.tokens
         for tokens in here.sizes.tokens:
-            compare_groupings(here, tokens, chosen.backend)
-        compare_fills(here, first, chosen.backend)
-        compare_waits(here, first, chosen.backend)
-        trace_groupings(here, first, chosen.backend, here.flags.out)
+            compare_groupings(here, tokens, chosen)
+        compare_fills(here, first, chosen)
+        compare_waits(here, first, chosen)
+        trace_groupings(here, first, chosen, here.flags.out)
 
 
 if __name__ == "__main__":

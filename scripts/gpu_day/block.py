@@ -7,7 +7,6 @@ takes turns with itself where attention's call runs its kernels alone: no copy, 
 torch's profiler: OUT/trace.png is its attention call at the first length.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from real_size_steps import random_expert
-from scripts.gpu_day.attention import WORK
-from scripts.gpu_day.job import STALL_S, Job, job
+from scripts.gpu_day.job import STALL_S, Job, attention_parser, job
+from scripts.gpu_day.kernels_alone import KernelsAlone
 from scripts.gpu_day.notes import call_name
 from scripts.gpu_day.trace import RANGES, trace
-from usp.attention import Attention, choose_attention, of_all_ranks
+from usp.attention import Attention
 from usp.exchange import CollectiveExchange
-from usp.execute import Call
 from usp.kernels import kernels_for
 from usp.layout import split_counts
 from usp.models.wan.config import TEXT_LEN, TransformerConfig
@@ -36,19 +34,6 @@ from usp.transport import make_exchange
 from usp.ulysses import UlyssesAttention
 
 DTYPE = torch.bfloat16
-
-
-class KernelsAlone(UlyssesAttention):
-    """What a pipelined call launches, and nothing that crosses the link; its result is of no use."""
-
-    def filled(self, v: torch.Tensor, fill_all: object, *, num_heads: int, **_: object) -> torch.Tensor:
-        assert isinstance(self.exchange, PipelinedExchange) and self.exchange.plan is not None
-        executor, call = self.exchange._executor(self.exchange.plan, self.attention), Call(0, v, fill_all)
-        for op, step in zip(executor.ops, executor.steps, strict=True):
-            if op.kind in WORK:
-                step(call)
-        top, bottom = executor.places[executor.rank].result_rows
-        return executor.views[("out",)][:, top:bottom]
 
 
 class Bench:
@@ -123,18 +108,11 @@ def trace_block(job: Job, tokens: int, attention: Attention) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
-    with job(parser) as here:
-        here.flags.out.mkdir(parents=True, exist_ok=True)
-        head_dim = here.sizes.head_dim
-        chosen = choose_attention(
-            here.flags.attention, device=here.device, dtype=DTYPE, head_dim=head_dim, gather=of_all_ranks
-        )
+    with job(attention_parser(__doc__)) as here:
+        chosen = here.choose_attention(DTYPE)
         for tokens in here.sizes.tokens:
-            measure(here, tokens, chosen.backend)
-        trace_block(here, here.sizes.tokens[0], chosen.backend)
+            measure(here, tokens, chosen)
+        trace_block(here, here.sizes.tokens[0], chosen)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from scripts.gpu_day.notes import Notes
 from scripts.gpu_day.sizes import Sizes, sizes_of
+from usp.attention import Attention, choose_attention, of_all_ranks
 from usp.layout import MeshShape
 from usp.mesh import Mesh
 from usp.transport import Transport, choose_transport, mesh_of, proven
@@ -41,6 +42,14 @@ class Job:
     @property
     def has_gpu_each(self) -> bool:
         return self.transport.collectives == "nccl"
+
+    def choose_attention(self, dtype: torch.dtype) -> Attention:
+        """What --attention asks for, tried on all ranks; also makes the folder of --out."""
+        self.flags.out.mkdir(parents=True, exist_ok=True)
+        asked, size = self.flags.attention, self.sizes.head_dim
+        chosen = choose_attention(asked, device=self.device, dtype=dtype, head_dim=size, gather=of_all_ranks)
+        self.notes.remark(f"attention {chosen.backend.name}: {chosen.reason}")
+        return chosen.backend
 
     def meet(self) -> None:
         """All ranks, with nothing left on their devices."""
@@ -101,6 +110,14 @@ class Job:
             spread = {"least": min(samples), "most": max(samples), "rounds": len(samples)}
             self.notes.measured(f"{prefix}{name}", medians[name], "ms", **spread, **detail)
         return medians
+
+
+def attention_parser(doc: str | None) -> argparse.ArgumentParser:
+    """For parts that attend, and that leave pictures and traces."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/day"))
+    return parser
 
 
 @contextmanager

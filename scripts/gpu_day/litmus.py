@@ -8,7 +8,6 @@ own, which lets the next copy go. Beside it another stream keeps the link and th
 to 16 MiB. Then the flag is raised before the copy, which must be noticed: a comparison that cannot fail shows nothing.
 And one round in ten is repeated with flags that are themselves copied, from a word of the rank's own: what the exchange
 would do if the usual way did not hold on some link.
-Last flags are themselves copied, from a word of the rank's own: what the exchange would do where the usual way fails.
 """
 
 import argparse
